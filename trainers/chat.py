@@ -33,7 +33,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = Path(args.source).resolve().name
     # Port 0 lets the system choose a free port; the server prints it when it is ready.
     serve = [sys.executable, "-m", f"{__package__.partition('.')[0]}.cli", "serve", args.source, "--name", name, "--port", "0"]
-    print(f"loading {args.source}", flush=True)
     with subprocess.Popen([*serve, *words[at + 1 :]], stdout=subprocess.PIPE, text=True) as server:
         try:
             url = _address(server)

@@ -262,6 +262,7 @@ async def _serve_until(
     )
     # Bind the address before the slow start of the workers, so that an error appears at once.
     listener = listen(settings.host, settings.port)
+    print(f"loading {args.source}", flush=True)
     replicas = await _start(args, folder, embeds=embeds)
     try:
         if not embeds:

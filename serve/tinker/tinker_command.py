@@ -258,6 +258,7 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
     # The application and the training scheduler refer to each other; the list is filled before the first request arrives.
     training = Training(settings, database, futures, group, passes, lambda *of: app[0].arguments(*of))
     try:
+        print(f"loading {folder}", flush=True)
         await asyncio.gather(group.start(), replicas.start(), asyncio.to_thread(images.load))
         # A request may be sent to any worker, so the smallest limit applies.
         room = min([await worker.acall("largest_request") for worker in replicas.workers])
@@ -350,7 +351,7 @@ async def _listen_until(stop: asyncio.Event, app: Any, listener: Any, settings: 
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    print(f"{settings.default_model} is trained at http://{host}:{listener.getsockname()[1]}", flush=True)
+    print(f"training service for {settings.default_model}: http://{host}:{listener.getsockname()[1]}", flush=True)
     waiting = asyncio.create_task(stop.wait())
     await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True

@@ -128,7 +128,7 @@ def rank_layout(folder: str, layout: dict[str, Any], backend: str) -> float:
 @pytest.mark.parametrize(
     ("nproc", "backend", "layout"),
     [
-        (2, "fsdp", {}),
+        pytest.param(2, "fsdp", {}, marks=pytest.mark.slow),
         pytest.param(2, "fsdp", {"cp": 2}, marks=pytest.mark.slow),
         pytest.param(1, "mcore", {}, marks=pytest.mark.slow),
         pytest.param(2, "mcore", {"tp": 2}, marks=pytest.mark.slow),

@@ -47,6 +47,7 @@ def session(group: Any, root: Path) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_every_group_has_the_same_numbers(tmp_path: Path, process_group: None) -> None:
     folder = save_tiny_model(tmp_path / "model", "llama")
     with LocalWorkerGroup(roles(folder)) as local:

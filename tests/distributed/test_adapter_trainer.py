@@ -197,12 +197,13 @@ def test_without_invariant_the_bits_depend_on_company(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "qwen3_next"))]
+    "family", [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "gpt2", "qwen3_next")]
 )
 def test_the_bits_of_other_families_are_the_same_too(tmp_path: Path, family: str) -> None:
     assert mixtures(str(save_tiny_model(tmp_path / "model", family)), 4, True) == 0
 
 
+@pytest.mark.slow
 def test_the_bits_are_the_same_on_two_data_parallel_ranks(tmp_path: Path) -> None:
     folder = str(save_tiny_model(tmp_path / "model", "llama"))
     assert run_ranks(mixtures, 2, folder, 3, True) == [0, 0]
@@ -241,7 +242,8 @@ def trajectory(folder: str, layout: dict[str, Any], counts: tuple[int, ...]) -> 
 
 
 @pytest.mark.parametrize(
-    ("nproc", "layout"), [(2, {}), (2, {"cp": 2}), (2, {"dp_replicate": 2, "dp_shard": 1}), (4, {"cp": 2})]
+    ("nproc", "layout"),
+    [(2, {}), (2, {"cp": 2}), (2, {"dp_replicate": 2, "dp_shard": 1}), pytest.param(4, {"cp": 2}, marks=pytest.mark.slow)],
 )
 def test_every_layout_has_the_same_numbers(tmp_path: Path, nproc: int, layout: dict[str, int]) -> None:
     """Calls of one document leave a rank without any, and an adapter of the head alone reaches no layer."""
@@ -316,7 +318,8 @@ def calls_of_two(folder: str, settings: dict[str, Any], fails: bool) -> tuple[li
 
 
 @pytest.mark.parametrize(
-    ("nproc", "settings"), [(1, {}), (2, {}), (2, {"backend": "mcore", "parallel": ParallelConfig(tp=2)})]
+    ("nproc", "settings"),
+    [(1, {}), (2, {}), pytest.param(2, {"backend": "mcore", "parallel": ParallelConfig(tp=2)}, marks=pytest.mark.slow)],
 )
 def test_a_loss_that_fails_in_its_pass_fails_alone(tmp_path: Path, nproc: int, settings: dict[str, Any]) -> None:
     """Neither other adapters nor other calls of its own adapter have a gradient twice or not at all, and no rank is left waiting."""

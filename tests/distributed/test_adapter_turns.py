@@ -128,7 +128,7 @@ def contents(checkpoint: str) -> tuple[dict[str, Any], dict[str, bytes]]:
     return described, {path.name: path.read_bytes() for path in (folder / "model").iterdir()}
 
 
-@pytest.mark.parametrize(("nproc", "layout"), [(1, {}), (2, {"tp": 2})], ids=["one", "tp"])
+@pytest.mark.parametrize(("nproc", "layout"), [(1, {}), pytest.param(2, {"tp": 2}, marks=pytest.mark.slow)], ids=["one", "tp"])
 def test_checkpoints_and_streams_have_the_frozen_model_alone(tmp_path: Path, nproc: int, layout: dict[str, Any]) -> None:
     """Those of either engine are the same to the bit, and load on the other one and back."""
     folder = save_tiny_model(tmp_path / "model", "llama")

@@ -357,6 +357,7 @@ def leaves(node: Any, at: tuple[Any, ...] = ()) -> Any:
         yield from leaves(value, (*at, key))
 
 
+@pytest.mark.slow
 def test_whatever_a_manifest_says_nothing_but_a_checkpoint_error_comes_of_it(checkpoint: tuple[BaseEngine, Path]) -> None:
     from drivetrain.checkpoint_tools import inspect, merge, verify
 

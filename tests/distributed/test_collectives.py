@@ -215,7 +215,7 @@ def rank_build(folder: str, backend: str, axes: dict[str, Any], init: str) -> in
     ("backend", "nproc", "axes", "init"),
     [
         ("fsdp", 2, {"cp": 2}, "weights"),
-        ("mcore", 2, {"tp": 2}, "random"),
+        pytest.param("mcore", 2, {"tp": 2}, "random", marks=pytest.mark.slow),
         pytest.param("fsdp", 4, {"dp_replicate": 2, "cp": 2}, "random", marks=pytest.mark.slow),
         pytest.param("mcore", 4, {"tp": 2, "pp": 2}, "weights", marks=pytest.mark.slow),
     ],

@@ -64,9 +64,7 @@ def lengths_of(step: int) -> list[int]:
     return [2 + (7 * step + 3 * i) % 19 for i in range(1 + step % 4)]
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param("none", marks=pytest.mark.slow), "full", pytest.param("selective", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=pytest.mark.slow) for mode in ("none", "full", "selective")])
 def test_layers_are_compiled_once_for_all_lengths(
     mode: Any, counted: CountingBackend, tmp_path: Path, process_group: None
 ) -> None:
@@ -133,6 +131,7 @@ def test_compiled_layers_change_no_number(
     engine.close()
 
 
+@pytest.mark.slow
 def test_flex_attention_runs_in_compiled_layers(
     counted: CountingBackend, tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,7 @@ from helpers.harness import run_ranks
 slow = pytest.mark.slow
 LAYOUTS = [
     (1, {}),
-    (2, {}),
+    pytest.param(2, {}, marks=slow),
     pytest.param(2, {"cp": 2}, marks=slow),
     pytest.param(4, {}, marks=slow),
     pytest.param(4, {"cp": 4}, marks=slow),
@@ -59,7 +59,10 @@ def test_fsdp_conforms_with_other_families(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("nproc", "axes"),
-    [pytest.param(2, {"dp_shard": 2, "ep": 2}, marks=slow), (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2})],
+    [
+        pytest.param(2, {"dp_shard": 2, "ep": 2}, marks=slow),
+        pytest.param(4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, marks=slow),
+    ],
 )
 def test_fsdp_conforms_with_experts_over_ranks(nproc: int, axes: dict[str, Any]) -> None:
     # Fillers of one token leave ranks whose experts nobody chose.

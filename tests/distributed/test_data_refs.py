@@ -208,6 +208,7 @@ def test_samples_and_weights_go_from_pool_to_pool_bit_for_bit(start: Start) -> N
         assert group["far"].wait(0.0) == 0.0
 
 
+@pytest.mark.slow
 def test_roles_on_a_part_of_a_pool() -> None:
     roles = {"all": carrier(), "first": carrier(ranks=(0,)), "second": carrier(ranks=(1,))}
     with ProcessWorkerGroup(roles, pools={"main": 2}) as group:
@@ -247,6 +248,7 @@ def test_roles_on_a_part_of_a_pool() -> None:
 # ---- what runs at once --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_metadata_is_asked_for_while_a_call_runs(start: Start) -> None:
     data = DatasetSpec(load=samples, options={"count": 5})
     with start({"carrier": carrier(dataset=data)}, {"main": 2}) as group:
@@ -307,6 +309,7 @@ def test_what_is_submitted_and_not_flushed_is_told() -> None:
 # ---- nothing is left, and nothing passes through the controller ---------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_after_a_hundred_steps_the_stores_are_as_small_as_after_one() -> None:
     with ProcessWorkerGroup({"carrier": carrier(), "other": carrier(ranks=(1,))}, pools={"main": 2}) as group:
         sizes = []
@@ -504,6 +507,7 @@ def rank_mixed_weights(folder: str) -> list[float]:
     return errors
 
 
+@pytest.mark.slow
 def test_weights_are_averaged_between_engines(models: Path) -> None:
     assert max(max(errors) for errors in run_ranks(rank_mixed_weights, 2, str(models))) < 1e-6
 
@@ -581,6 +585,7 @@ def test_what_came_from_a_worker_that_died_is_not_taken_for_its_successors(tmp_p
         links.close()
 
 
+@pytest.mark.slow
 def test_a_connection_demands_the_keys_of_the_group() -> None:
     keys = new_keys()
     two = links_of("p/1", "tcp://127.0.0.1:*", keys)

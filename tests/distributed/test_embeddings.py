@@ -81,7 +81,10 @@ def sentence_transformers(folder: Path, to: Path, pooling: dict[str, Any], *more
     return to
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "bert", "xlm-roberta"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3", pytest.param("llama", marks=pytest.mark.slow), "bert", pytest.param("xlm-roberta", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("pooling", ["last", "mean", "cls"])
 def test_an_embedding_is_that_of_the_text_alone(folders: Path, family: str, pooling: Any) -> None:
     for dtype in ("float32", "bfloat16"):

@@ -64,6 +64,7 @@ def test_many_episodes_share_a_process_and_none_sees_another() -> None:
         assert len(pool._hosts) == 1
 
 
+@pytest.mark.slow
 def test_more_calls_than_fit_on_their_way() -> None:
     """Neither side waits for the other one to read."""
     with pool_of("CountingEnvironment", turns=2) as pool:
@@ -115,6 +116,7 @@ def test_a_failure_is_of_a_kind(trouble: str, kind: str, message: str) -> None:
             assert "Traceback" in error.__notes__[0]
 
 
+@pytest.mark.slow
 def test_an_episode_that_takes_too_long_fails_alone() -> None:
     """Its process is left to the others in it, gets no new ones, and is killed when they have ended."""
     with pool_of("TroubledEnvironment", trouble="hang", every=11, timeout_s=2.0) as pool:

@@ -343,6 +343,7 @@ def rank_subsets(folder: str) -> list[tuple[float, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_engines_on_parts_of_the_ranks(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3")
     want = reference_steps(folder)
@@ -441,7 +442,7 @@ def rank_clipped(folder: str, backend: str, parallel: dict[str, Any]) -> Any:
         pytest.param("fsdp", {}, marks=pytest.mark.slow),
         ("fsdp", {"cp": 2}),
         pytest.param("mcore", {}, marks=pytest.mark.slow),
-        ("mcore", {"tp": 2}),
+        pytest.param("mcore", {"tp": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_the_gradient_is_clipped_to_what_the_settings_say(backend: str, parallel: dict[str, Any], tmp_path: Path) -> None:

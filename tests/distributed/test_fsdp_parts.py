@@ -108,7 +108,7 @@ def rank_router(folder: str, axes: dict[str, Any], coefficient: float) -> tuple[
     return result.loss, result.terms["router_aux"], result.grad_norm
 
 
-@pytest.mark.parametrize(("nproc", "axes"), [(1, {}), (2, {"cp": 2}), (2, {})])
+@pytest.mark.parametrize(("nproc", "axes"), [(1, {}), (2, {"cp": 2}), pytest.param(2, {}, marks=pytest.mark.slow)])
 def test_router_loss(nproc: int, axes: dict[str, Any], tmp_path: Path) -> None:
     """One micro-batch a rank: the balancing loss is transformers' own over its tokens, averaged over micro-batches."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func

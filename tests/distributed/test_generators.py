@@ -100,13 +100,12 @@ def test_other_families_conform(family: str, capsys: pytest.CaptureFixture[str])
 
 
 NOT_PAGED = ("kimi_linear", "zamba2", "llama4_text")
-FAST = {("qwen3_next", "continuous")}
 
 
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        pytest.param(family, name, marks=() if (family, name) in FAST else pytest.mark.slow)
+        pytest.param(family, name, marks=pytest.mark.slow)
         for family in (*WITH_STATE, "llama4_text")
         for name in ("static", "continuous")
         if name == "static" or family not in NOT_PAGED
@@ -354,6 +353,7 @@ def test_sizes_that_are_no_numbers_are_refused(name: str, value: Any) -> None:
         RolloutConfig(model=ModelConfig(), **{name: value})
 
 
+@pytest.mark.slow
 def test_the_command_checks_a_generator(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generators"]) == 0
     assert "static " in capsys.readouterr().out

@@ -109,7 +109,8 @@ def batch_of(group: WorkerGroup) -> dict[str, Any]:
 # ---- numbers ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("backend", "parallel"), [pytest.param("fsdp", {}, marks=pytest.mark.slow), ("mcore", {"tp": 2})])
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "parallel"), [("fsdp", {}), ("mcore", {"tp": 2})])
 def test_all_roles_on_two_processes_give_the_numbers_of_plain_float64(
     start: Start, models: Path, float64: dict[str, Any], backend: str, parallel: dict[str, Any]
 ) -> None:
@@ -684,6 +685,7 @@ def test_what_is_wrong_with_a_role_is_one_line_before_anything_starts(
         assert "\n" not in str(found.value)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("real_commands")
 def test_what_cannot_cross_a_wire_is_refused_with_the_way_out(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:

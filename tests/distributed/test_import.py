@@ -128,7 +128,7 @@ def rank_verl(folder: str, out: str, mesh_shape: tuple[int, ...]) -> dict[str, T
     return whole_state(model)
 
 
-@pytest.mark.parametrize(("nproc", "mesh"), [(2, (2,)), (4, (4,)), (4, (2, 2))])
+@pytest.mark.parametrize(("nproc", "mesh"), [(2, (2,)), pytest.param(4, (4,), marks=pytest.mark.slow), (4, (2, 2))])
 def test_shards_as_verl_writes_them(nproc: int, mesh: tuple[int, ...], tmp_path: Path) -> None:
     # Sizes that the ranks do not divide.
     folder = save_tiny_model(tmp_path / "model", "llama", vocab_size=257, intermediate_size=90)
@@ -201,7 +201,7 @@ def rank_local(folder: str, axes: dict[str, Any]) -> dict[str, Tensor]:
         pytest.param("llama", {"pp": 2}, marks=pytest.mark.slow),
         pytest.param("qwen2", {"tp": 2}, marks=pytest.mark.slow),
         pytest.param("qwen3", {"tp": 2}, marks=pytest.mark.slow),
-        ("qwen3_moe", {"ep": 2}),
+        pytest.param("qwen3_moe", {"ep": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_a_torch_dist_folder_of_megatron(family: str, axes: dict[str, Any], tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def differences(generator: BaseGenerator, compositions: int) -> int:
 @pytest.mark.parametrize(
     ("family", "generator", "compositions"),
     [
-        *((family, "continuous", 3) for family in ("llama", "qwen3_moe", "lfm2")),
+        *((family, "continuous", 3) for family in ("llama", "qwen3_moe")),
         ("llama", "static", 2),
         *(
             pytest.param(
@@ -105,8 +105,7 @@ def test_a_response_is_the_same_in_any_company(tmp_path: Path, family: str, gene
     "control",
     [
         "rows by the number of tokens",
-        "chunks by company",
-        *(pytest.param(control, marks=pytest.mark.slow) for control in ("without", "rows of experts")),
+        *(pytest.param(control, marks=pytest.mark.slow) for control in ("chunks by company", "without", "rows of experts")),
     ],
 )
 def test_the_comparison_sees(tmp_path: Path, control: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +146,7 @@ def test_the_trial_refuses_what_depends_on_company(tmp_path: Path, monkeypatch: 
         build(folder)
 
 
+@pytest.mark.slow
 def test_passes_are_no_larger_than_what_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if this processor's library added in another order from 64 rows on."""
     folder, linear, largest = save_tiny_model(tmp_path, "llama"), torch.nn.functional.linear, 0
@@ -178,6 +178,7 @@ def test_it_holds_with_two_threads(tmp_path: Path) -> None:
     assert run_ranks(rank_threads, 1, str(save_tiny_model(tmp_path, "llama")), timeout_s=240) == [0]
 
 
+@pytest.mark.slow
 def test_a_request_waits_until_the_cache_has_room_for_all_of_it(tmp_path: Path) -> None:
     built = build(save_tiny_model(tmp_path, "llama"), max_batch_total_tokens=256)
     options = SamplingOptions(max_tokens=80, ignore_eos=True, seed=1)

@@ -55,7 +55,7 @@ def rank_checks(axes: dict[str, Any], names: list[str], family: str) -> None:
     [
         pytest.param(1, {}, "qwen3", marks=pytest.mark.slow),
         pytest.param(2, {"dp_shard": 2}, "qwen2", marks=pytest.mark.slow),
-        (2, {"tp": 2, "tp_sequence": True}, "qwen3"),
+        pytest.param(2, {"tp": 2, "tp_sequence": True}, "qwen3", marks=pytest.mark.slow),
         pytest.param(2, {"pp": 2}, "llama", marks=pytest.mark.slow),
         pytest.param(4, {"tp": 2, "tp_sequence": True, "cp": 2, "ep": 2}, "qwen3_moe", marks=pytest.mark.slow),
     ],
@@ -100,7 +100,7 @@ STATE_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("family", [pytest.param("qwen3_5_text", marks=pytest.mark.slow), "qwen3_next"])
+@pytest.mark.parametrize("family", [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3_5_text", "qwen3_next")])
 def test_layers_with_state_equal_plain_transformers(family: str, tmp_path: Path, process_group: None) -> None:
     # One stores its projections in sections, the other by key head.
     made = save_tiny_model(tmp_path / "m", family)
@@ -190,6 +190,7 @@ def rank_shared_steps(folder: str, root: str, shared: bool) -> float:
     return max(abs(a[0] - b[0]) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.slow
 def test_a_shared_step_count_would_part_a_resumed_run(folder: Path, tmp_path: Path) -> None:
     assert run_ranks(rank_shared_steps, 1, str(folder), str(tmp_path / "a"), False)[0] == 0.0
     assert run_ranks(rank_shared_steps, 1, str(folder), str(tmp_path / "b"), True)[0] > 1e-5
@@ -355,6 +356,7 @@ def test_a_tensor_that_one_stage_misses_is_everybodys_error(folder: Path, tmp_pa
     assert "layers.3.mlp.up_proj" in last
 
 
+@pytest.mark.slow
 def test_adapters_under_full_recomputation(folder: Path) -> None:
     settings = {"model": {"lora": LoraConfig(rank=4)}, "recompute": "full"}
     same(run_ranks(rank_like_fsdp, 1, str(folder), {}, settings, 3)[0])
@@ -366,6 +368,7 @@ def test_random_weights_are_equal_on_both_engines(tmp_path: Path) -> None:
     same(run_ranks(rank_like_fsdp, 2, str(made), axes, {"model": {"init": "random"}}, 1)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coefficient", [0.5])
 def test_the_balancing_loss_is_fsdps(coefficient: float, tmp_path: Path) -> None:
     made = save_tiny_model(tmp_path / "m", "qwen3_moe")
@@ -534,6 +537,7 @@ def rank_adapter_export(folder: str, out: str) -> tuple[float, float]:
     return float((plain - before).abs().max()), float((trained - before).abs().max())
 
 
+@pytest.mark.slow
 def test_exported_adapters_load_in_peft(folder: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -736,6 +740,7 @@ def test_half_a_matrix_cannot_be_frozen(folder: Path) -> None:
     assert "q_proj" in run_ranks(rank_freezes, 1, str(folder))[0]
 
 
+@pytest.mark.slow
 def test_frozen_parameters_stay(folder: Path) -> None:
     settings = {"model": {"freeze": ("*.self_attn.*", "model.embed_tokens.weight")}}
     same(run_ranks(rank_like_fsdp, 2, str(folder), {"tp": 2}, settings, 3)[0])

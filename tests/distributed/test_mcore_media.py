@@ -74,6 +74,7 @@ def test_a_flat_range_is_split_into_boxes() -> None:
                 assert len(split) <= max(1, 2 * len(shape) - 1)
 
 
+@pytest.mark.slow
 def test_features_of_a_split_sequence(tmp_path: Path) -> None:
     check_ranks(tmp_path, 2, {"tp": 2, "tp_sequence": True}, ["qwen3_vl"], "mcore")
 
@@ -158,6 +159,7 @@ def one_step(folder: Path, family: str, model: dict[str, Any], **settings: Any) 
     return result.loss, result.grad_norm, trained
 
 
+@pytest.mark.slow
 def test_frozen_encoders_and_values(tmp_path: Path, process_group: None) -> None:
     family = "qwen3_vl"
     folder = save(tmp_path / "model", family)

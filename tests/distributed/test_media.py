@@ -51,7 +51,17 @@ from helpers.media_steps import (
     supervised,
 )
 
-SLOWLY = ("qwen2_vl", "qwen3_vl_moe", "qwen3_5_moe", "idefics3", "internvl", "glmasr")
+SLOWLY = (
+    "gemma3",
+    "gemma4",
+    "qwen2_5_omni_thinker",
+    "qwen2_vl",
+    "qwen3_vl_moe",
+    "qwen3_5_moe",
+    "idefics3",
+    "internvl",
+    "glmasr",
+)
 
 
 def test_lists_agree() -> None:
@@ -87,6 +97,7 @@ GEMMA4 = {
 """The changes to the tiny config that make it one like a published size: to the decoder, and to the whole."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "size", [pytest.param(size, marks=pytest.mark.slow if size in ("E4B", "31B") else []) for size in GEMMA4]
 )

@@ -92,6 +92,7 @@ def needs_of_two(*args: Any, **settings: Any) -> Any:
     return memory_needs(*args, **{**settings, "ranks": 2})
 
 
+@pytest.mark.slow
 def test_auto_follows_the_memory_of_the_device(tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3", **WIDE)
     memory = 2.0**40

@@ -83,7 +83,7 @@ def log_probs(model: Any) -> Tensor:
         ("llama", "mcore", 2, {"tp": 2}, {"model": LORA}),
         pytest.param("phi3", "mcore", 2, {"tp": 2}, {"model": RSLORA}, marks=pytest.mark.slow),
         pytest.param("llama", "fsdp", 1, {}, {"model": RSLORA}, marks=pytest.mark.slow),
-        ("llama", "fsdp", 2, {}, {"model": SAVED}),
+        pytest.param("llama", "fsdp", 2, {}, {"model": SAVED}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "fsdp", 2, {"ep": 2}, {"model": EXPERTS}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", "fsdp", 2, {}, {"model": EXPERTS}, marks=pytest.mark.slow),
         pytest.param(

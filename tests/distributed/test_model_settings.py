@@ -58,7 +58,9 @@ def rank_frozen(
     return found, after
 
 
-@pytest.mark.parametrize(("nproc", "axes"), [(1, {}), (2, {"dp_shard": 2}), (2, {"cp": 2})])
+@pytest.mark.parametrize(
+    ("nproc", "axes"), [(1, {}), pytest.param(2, {"dp_shard": 2}, marks=pytest.mark.slow), (2, {"cp": 2})]
+)
 @pytest.mark.parametrize("patterns", [FROZEN, ("model.*",)], ids=["some", "all_but_the_head"])
 def test_frozen_parameters_stay_and_the_others_train_as_in_plain_hugging_face(
     nproc: int, axes: dict[str, Any], patterns: tuple[str, ...], tmp_path: Path
@@ -319,6 +321,7 @@ def test_sft_refuses_a_reward_model_before_it_reads_data(task: Path, capfd: pyte
 # ---- modules beside adapters -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
 def test_modules_to_save_that_cannot_be_are_refused(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "untied", "llama", tie_word_embeddings=False)

@@ -140,6 +140,7 @@ def rank_compare(folder: str, cases: Sequence[tuple[str, dict[str, Any]]]) -> li
     return [compare(Path(folder), backend, ParallelConfig(**axes)) for backend, axes in cases]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
     [

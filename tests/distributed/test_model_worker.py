@@ -434,6 +434,7 @@ def test_meetings_that_fail_say_why() -> None:
         assert "expects 4 ranks" in alone.ask({"op": "hello", "protocol": p.PROTOCOL, "world_size": 4})["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("real_commands")
 def test_the_store_of_a_meeting_listens_on_the_loopback_address_only() -> None:
     with Worker(0, 1) as alone:
@@ -445,6 +446,7 @@ def test_the_store_of_a_meeting_listens_on_the_loopback_address_only() -> None:
         assert all(address.startswith("0100007F") for address in listening), listening
 
 
+@pytest.mark.slow
 def test_an_address_that_accepts_but_does_not_answer_is_given_up() -> None:
     """Rank 0 is bound, and has not been sent init."""
     found, listener = mint()
@@ -485,6 +487,7 @@ def rank_controller_is_rank_0(comm_id: str) -> int:
     return int(one)
 
 
+@pytest.mark.slow
 def test_a_controller_in_python_may_be_rank_0() -> None:
     assert run_ranks(rank_controller_is_rank_0, 1, new_comm_id()) == [2]
 

@@ -53,7 +53,7 @@ def rank_moves(folder: str, root: str, fsdp: dict[str, Any], mcore: dict[str, An
 @pytest.mark.parametrize(
     ("family", "fsdp", "mcore", "model"),
     [
-        ("qwen3", {"cp": 2}, {"tp": 2, "tp_sequence": True}, {}),
+        pytest.param("qwen3", {"cp": 2}, {"tp": 2, "tp_sequence": True}, {}, marks=pytest.mark.slow),
         pytest.param("qwen2", {"dp_shard": 2}, {"pp": 2}, {}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", {"ep": 2}, {"tp": 2, "tp_sequence": True, "ep": 2}, {}, marks=pytest.mark.slow),
         ("llama", {"dp_replicate": 2}, {"tp": 2}, {"lora": LoraConfig(rank=4, alpha=8.0)}),

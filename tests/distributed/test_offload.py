@@ -95,7 +95,7 @@ def local(tensor: Any) -> Any:
     ("backend", "nproc", "parallel"),
     [
         ("fsdp", 2, {}),
-        ("mcore", 2, {"tp": 2}),
+        pytest.param("mcore", 2, {"tp": 2}, marks=pytest.mark.slow),
         pytest.param("mcore", 2, {}, marks=pytest.mark.slow),
         pytest.param("fsdp", 1, {}, marks=pytest.mark.slow),
     ],

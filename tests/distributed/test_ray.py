@@ -87,6 +87,7 @@ def test_the_program_of_the_page(models: Path) -> None:
     assert torch.allclose(found["log_probs"], found["data"]["rollout_log_probs"], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_too_small_a_cluster_is_told_at_once(models: Path) -> None:
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"need 5 CPUs \(5 processes of 1\), but the Ray cluster has 2; make the pools"):

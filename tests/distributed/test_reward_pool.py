@@ -150,6 +150,7 @@ def lose(pool: RewardPool, *, server: bool) -> None:
         os.kill(process, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_processes_that_are_lost_together_are_replaced(caplog: pytest.LogCaptureFixture) -> None:
     functions_used = ["helpers.reward_functions:pid", "helpers.reward_functions:nap"]
     with RewardScorer(RewardsConfig(use=tuple(functions_used), workers=2)) as scorer:
@@ -330,6 +331,7 @@ def test_functions_of_this_program_have_weights() -> None:
         assert scorer.score(samples_of("12")).rewards == [1.5]
 
 
+@pytest.mark.slow
 def test_an_answer_that_ends_a_call_for_all_takes_no_other_along() -> None:
     completions = ["abc", "kill", "hang", "short", "raise", "a"]
     with RewardScorer(RewardsConfig(use=("length",), timeout_s=1.0), [functions.share, functions.remote]) as scorer:

@@ -41,7 +41,7 @@ def rank_steps(
 
 
 LAYOUTS = [
-    pytest.param("fsdp", 1, {}, id="fsdp"),
+    pytest.param("fsdp", 1, {}, id="fsdp", marks=pytest.mark.slow),
     pytest.param("fsdp", 2, {}, id="fsdp-dp2", marks=pytest.mark.slow),
     pytest.param("fsdp", 2, {"cp": 2}, id="fsdp-cp2", marks=pytest.mark.slow),
     pytest.param("mcore", 2, {}, id="mcore-dp2", marks=pytest.mark.slow),
@@ -87,6 +87,7 @@ def test_a_controllers_steps_are_the_same(
     assert_equal(steps_of_phases(config), float64[name])
 
 
+@pytest.mark.slow
 def test_the_comparison_sees_another_reward(models: Path, float64: dict[str, Any]) -> None:
     for name in ("grpo", "ppo"):
         other = steps_in_float64(models, name, with_other_reward(recorded()))

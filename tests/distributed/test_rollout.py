@@ -243,6 +243,7 @@ def rank_group(folder: str) -> Any:
         return answers_of(first), answers_of(second), answers_of(sampled)
 
 
+@pytest.mark.slow
 def test_a_group_answers_learns_and_answers_anew(folder: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     (alone,) = run_ranks(rank_group, 1, str(folder))

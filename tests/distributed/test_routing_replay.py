@@ -110,7 +110,7 @@ LAYOUTS = [
     pytest.param("fsdp", 2, {"cp": 2}, marks=pytest.mark.slow),
     pytest.param("fsdp", 2, {"ep": 2}, marks=pytest.mark.slow),
     pytest.param("fsdp", 4, {"cp": 2, "ep": 4}, marks=pytest.mark.slow),
-    pytest.param("mcore", 2, {"pp": 2}),
+    pytest.param("mcore", 2, {"pp": 2}, marks=pytest.mark.slow),
     pytest.param("mcore", 2, {"tp": 2, "tp_sequence": True}, marks=pytest.mark.slow),
     pytest.param("mcore", 2, {"cp": 2}, marks=pytest.mark.slow),
     pytest.param("mcore", 2, {"ep": 2}, marks=pytest.mark.slow),

@@ -52,6 +52,7 @@ def run(program: str, limits: SandboxLimits = QUICK) -> ProgramResult:
     return found
 
 
+@pytest.mark.slow
 @needs_sandbox
 def test_programs_read_and_print() -> None:
     assert run_program("print(input()[::-1], 'é')", "olleh\n") == ProgramResult(
@@ -192,7 +193,10 @@ HOSTILE = {
 @needs_sandbox
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if kinds == {"timeout"} else []) for name, (_, kinds) in HOSTILE.items()],
+    [
+        pytest.param(name, marks=pytest.mark.slow if kinds == {"timeout"} or name in ("fork bomb", "many files") else [])
+        for name, (_, kinds) in HOSTILE.items()
+    ],
 )
 def test_hostile_programs_change_nothing(name: str) -> None:
     program, kinds = HOSTILE[name]

@@ -126,6 +126,7 @@ def test_a_response_ends_with_its_tokens_so_far_when_it_is_cancelled_or_left(fol
     run(test)
 
 
+@pytest.mark.slow
 def test_a_full_queue_refuses_at_once_and_serves_the_rest(folder: Path) -> None:
     async def test() -> None:
         async with served(folder, {"max_batch_size": 1}, queue_size=2) as worker:

@@ -147,7 +147,7 @@ def with_images(root: str, family: str) -> None:
         assert float((lm.step(PROMPT, 0) - text).abs().max()) <= TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", [pytest.param("qwen2_5_vl", marks=pytest.mark.slow), "qwen3_vl"])
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
 def test_images_are_those_of_plain_transformers(tmp_path: Path, family: str, size: int) -> None:
     save_vision_model(tmp_path / family, family)

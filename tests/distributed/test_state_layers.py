@@ -146,6 +146,7 @@ def test_a_group_that_context_parallelism_cannot_split_is_repeated(tmp_path: Pat
     close_to(run_ranks(rank_groups, 2, str(folder))[0], reference_steps(folder, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_long_documents_equal_plain_transformers(seed: int, tmp_path: Path, process_group: None) -> None:
     """Documents around the size of a chunk, and of several."""

@@ -88,6 +88,7 @@ def rank_aligned(folder: str, layouts: list[tuple[str, dict[str, Any]]]) -> list
     return found
 
 
+@pytest.mark.slow
 def test_padding_to_tiles_changes_no_number(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3")
     layouts: list[tuple[str, dict[str, Any]]] = [

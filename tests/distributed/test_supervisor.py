@@ -37,6 +37,7 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
     return condition()
 
 
+@pytest.mark.slow
 def test_a_model_is_served_and_its_process_ends_with_the_block(caplog: pytest.LogCaptureFixture) -> None:
     # Another test may have left another level.
     caplog.set_level(logging.WARNING, logger="drivetrain.workers.process")
@@ -88,6 +89,7 @@ def test_the_event_loop_goes_on_while_a_model_loads() -> None:
     assert sums == [0, 2, 4, 6, 8]
 
 
+@pytest.mark.slow
 def test_what_was_asked_of_a_worker_that_dies_fails_with_its_last_words(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="drivetrain.workers.process")
     with start_model_worker(make_model, {}, settings(restarts=1)) as worker:

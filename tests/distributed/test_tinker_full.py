@@ -120,6 +120,7 @@ def test_steps_are_those_of_plain_transformers_also_after_a_death(model: Path) -
     serve(model, first, second, steps_per_save=2)
 
 
+@pytest.mark.slow
 def test_a_step_that_was_refused_is_not_made_after_a_death_either(model: Path) -> None:
     reference, data, names = PlainModel(model), datums(Random(7), 3), []
 
@@ -138,6 +139,7 @@ def test_a_step_that_was_refused_is_not_made_after_a_death_either(model: Path) -
     serve(model, first, second)
 
 
+@pytest.mark.slow
 def test_a_place_is_free_when_a_session_has_ended(model: Path) -> None:
     """Models are created one after the other, each while the session of the one before ends with a request that waits."""
 
@@ -242,6 +244,7 @@ def test_an_error_takes_nothing_of_earlier_requests_with_it(model: Path) -> None
     serve(model, test)
 
 
+@pytest.mark.slow
 def test_samples_come_from_the_weights_that_were_asked_for(model: Path) -> None:
     """Snapshots and the base by turns, log-probabilities of prompts, and a sampler that is started again, which has the base."""
     prompt = [5, 6, 7, 8]
@@ -310,6 +313,7 @@ class Flaky(FullTrainingGroup):
         return replies
 
 
+@pytest.mark.slow
 def test_an_error_that_passes_leaves_the_gradients_of_all_requests(model: Path) -> None:
     """Those of a request before it, and each of its own pieces once."""
     group = Flaky(full_group_of(model).build)
@@ -330,6 +334,7 @@ def test_an_error_that_passes_leaves_the_gradients_of_all_requests(model: Path) 
     serve(model, test, group=group)
 
 
+@pytest.mark.slow
 def test_a_model_whose_state_is_damaged_ends_alone(model: Path) -> None:
     async def test(service: Service, _: Any) -> None:
         session = await service.session()

@@ -133,6 +133,7 @@ def test_requests_that_arrive_together_count_together(model: Path) -> None:
     serve(model, test, max_queued_mib=0.1)
 
 
+@pytest.mark.slow
 def test_requests_of_a_key_are_kept_up_to_a_limit_and_steps_make_room(model: Path) -> None:
     async def test(service: Service) -> None:
         session = await service.session()
@@ -242,6 +243,7 @@ def test_a_damaged_state_ends_its_model_alone(model: Path) -> None:
     serve(model, first, then, steps_per_save=1)
 
 
+@pytest.mark.slow
 def test_one_service_at_a_time_and_one_model_has_a_state(tmp_path: Path) -> None:
     file = tmp_path / "service.sqlite"
     database = Database(file)

@@ -503,6 +503,7 @@ class Narrow(SamplingService):
         self._adapters, self._slots = 1, AdapterSemaphore(4, 1)
 
 
+@pytest.mark.slow
 def test_a_key_that_floods_its_sampler_lets_others_have_theirs(model: Path) -> None:
     other = "tml-the-key-of-another"
 

@@ -464,6 +464,7 @@ def rank_layouts(models: str) -> Any:
         return EXAMPLE.run(group)
 
 
+@pytest.mark.slow
 def test_roles_of_different_layouts_share_processes(models: Path, float64: dict[str, Any]) -> None:
     for got in run_ranks(rank_layouts, 2, str(models)):
         assert_close(got, float64)

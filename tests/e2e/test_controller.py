@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CONTROLLER = Path(__file__).parents[2] / "examples" / "controller.sh"
 
 
+@pytest.mark.slow
 def test_the_shell_drives_two_workers() -> None:
     # Where the tests run under a launcher's variables, a worker would refuse another number of ranks.
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}

@@ -161,9 +161,9 @@ def flip(file: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda c: flip(c / "rank-00000.safetensors"), "do not match their checksum"),
+        pytest.param(lambda c: flip(c / "rank-00000.safetensors"), "do not match their checksum", marks=pytest.mark.slow),
         pytest.param(lambda c: (c / "rank-00000.safetensors").unlink(), "is missing", marks=pytest.mark.slow),
-        (lambda c: (c / MANIFEST).unlink(), "has no manifest.json"),
+        pytest.param(lambda c: (c / MANIFEST).unlink(), "has no manifest.json", marks=pytest.mark.slow),
         (lambda c: flip(c / MANIFEST), "does not match manifest.xxh3"),
         pytest.param(
             lambda c: [p.unlink() for p in c.iterdir() if p.is_file()], "has no manifest.json", marks=pytest.mark.slow
@@ -192,6 +192,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert losses(tmp_path / "run") == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage",
     [
@@ -255,6 +256,7 @@ def test_every_nth_checkpoint_stays_and_exports_are_made_on_the_way(tmp_path: Pa
     assert not compare(root / "hf", tmp_path / "merged").same
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_meanwhile_ends_the_run_at_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,6 +50,7 @@ def plain_log_probs(model: Any, ids: Tensor) -> Tensor:
     return torch.log_softmax(logits.double(), -1).gather(1, ids[1:, None])[:, 0]
 
 
+@pytest.mark.slow
 def test_a_single_turn_is_the_run_without_an_environment(task: Path, tmp_path: Path) -> None:
     more = ["trainer.max_steps=2", "trainer.eval_every=2", f"data.eval=[{task / 'held-out.jsonl'}]", "rl.eval_samples=2"]
     train(task, tmp_path / "without", *more)
@@ -136,6 +137,7 @@ def check_gradients(batch: PackedBatch, loss: PolicyLoss) -> None:
     assert float((gradient[written] != 0).float().mean()) > 0.9
 
 
+@pytest.mark.slow
 def test_limits_end_episodes(task: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # What it has not earned is a reward of 0, and no failure.
     endless = ["rollout.environment=helpers.environments:EndlessEnvironment", *MORE[:1], "rewards.use=[format,environment]"]
@@ -154,7 +156,7 @@ def test_limits_end_episodes(task: Path, tmp_path: Path, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize(
-    "trouble", ["error", *(pytest.param(name, marks=pytest.mark.slow) for name in ("text", "unknown_tokens", "die"))]
+    "trouble", [pytest.param(name, marks=pytest.mark.slow) for name in ("error", "text", "unknown_tokens", "die")]
 )
 def test_a_failure_is_counted_and_never_a_reward(
     task: Path, tmp_path: Path, trouble: str, stored: list[tuple[PackedBatch, Sequence[Completion]]]

@@ -253,6 +253,7 @@ def turns_of(words: Any, document: dict[str, Any]) -> list[str]:
     return [words.decode(turn, skip_special_tokens=True) for turn in turns]
 
 
+@pytest.mark.slow
 def test_an_agent_framework_by_its_base_url_alone(gateway: Server, policy: Path) -> None:
     """`smolagents` renders its own prompts, stops at strings of its own, and tells the policy what was wrong with each of its answers."""
     session = begin(gateway)

@@ -97,6 +97,7 @@ def test_a_program_that_finds_the_policy_in_its_environment(
         assert all(end - begin <= 4 for row in rows if row.episode for begin, end in row.episode.spans)
 
 
+@pytest.mark.slow
 def test_agents_that_run_elsewhere_are_given_prompts(task: Path, tmp_path: Path, stored: Stored) -> None:
     """One is given back, and has another agent; a reward is posted once; the session of one key is nobody else's."""
     port, stop = free_port(), threading.Event()

@@ -210,6 +210,7 @@ def test_sft_on_pictures_equals_plain_transformers(task: Path, tmp_path: Path) -
     assert (tmp_path / "run" / "hf" / "preprocessor_config.json").is_file()
 
 
+@pytest.mark.slow
 def test_dpo_on_pictures_equals_plain_transformers(task: Path, tmp_path: Path) -> None:
     assert dpo(words(task, tmp_path / "run", "dpo", "dpo.beta=0.5")) == 0
     steps = dpo_steps(task)

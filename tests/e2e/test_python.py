@@ -183,6 +183,7 @@ def test_arguments_of_other_types_are_refused_at_once(task: Path) -> None:
         SFTTrainer(config).train()
 
 
+@pytest.mark.slow
 def test_callbacks_see_the_run_and_stop_it_and_a_later_run_goes_on(task: Path) -> None:
     more = ("trainer.save_every=2", "trainer.eval_every=2", "trainer.max_steps=4", "trainer.export_hf=false")
     whole = Watch()
@@ -330,6 +331,7 @@ def test_metrics_are_checked_before_the_run_and_on_every_answer() -> None:
 # ---- dry runs --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_dry_run_makes_a_step_on_the_longest_samples_and_writes_nothing(
     task: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

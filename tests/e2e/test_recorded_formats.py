@@ -131,6 +131,7 @@ def test_a_run_of_sft_goes_on(recorded: Path, engine: str) -> None:
     assert after[-1]["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_of_ppo_goes_on(recorded: Path) -> None:
     run = recorded / "ppo"
     more = ["trainer.max_steps=3", "trainer.save_every=2", f"model.path={recorded / 'model'}"]
@@ -139,6 +140,7 @@ def test_a_run_of_ppo_goes_on(recorded: Path) -> None:
     assert {path.name for path in (run / "checkpoints").glob("step-*")} == {"step-00000002", "step-00000003"}
 
 
+@pytest.mark.slow
 def test_replay_bundles_repeat_their_step_and_can_be_scored(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = f"model.path={recorded / 'model'}"
     assert rl_phase(["train", str(recorded / "ppo" / "bundles" / "step-00000002.safetensors"), model]) == 0

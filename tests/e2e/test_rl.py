@@ -72,6 +72,7 @@ def test_a_resumed_run_makes_the_same_steps(task: Path, tmp_path: Path, config_c
     assert records(parts) == records(whole)
 
 
+@pytest.mark.slow
 def test_a_step_is_repeated_from_its_bundle(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     train(
@@ -123,6 +124,7 @@ def test_the_phases_of_ppo_train_the_policy(task: Path, tmp_path: Path, capfd: p
     assert any(not torch.equal(found[name], tensor) for name, tensor in start.items())
 
 
+@pytest.mark.slow
 def test_rewards_of_ones_own_add_up(task: Path, tmp_path: Path) -> None:
     train(task, tmp_path, "trainer.max_steps=1", "trainer.export_hf=false", "rewards.weights.polite=2", rewards=[polite])
     (record,) = records(tmp_path)
@@ -271,6 +273,7 @@ def test_overrides_of_the_model_reach_actor_and_generator(task: Path, tmp_path: 
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["rms_norm_eps"] == 0.01
 
 
+@pytest.mark.slow
 def test_rejected_tokens_and_answers_are_not_learned(task: Path, tmp_path: Path) -> None:
     more = ["trainer.max_steps=1", "trainer.export_hf=false"]
     train(task, tmp_path / "none", *more, "rl.rejection.seq_max_k2=1e-30")
@@ -359,7 +362,13 @@ def test_the_demo_learns_to_ask(tmp_path: Path) -> None:
     assert summary["accuracy_after"] >= 0.85
 
 
-@pytest.mark.parametrize("more", [["rollout.prompts_per_call=1"], ["rl.dynamic_sampling=true", "rl.max_resamples=2"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["rollout.prompts_per_call=1"],
+        pytest.param(["rl.dynamic_sampling=true", "rl.max_resamples=2"], marks=pytest.mark.slow),
+    ],
+)
 def test_answers_in_parts_are_trained_on_and_repeated_alike(
     task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], more: list[str]
 ) -> None:

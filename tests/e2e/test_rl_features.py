@@ -83,6 +83,7 @@ def test_the_generator_makes_room_for_everything_that_is_moved(
     assert records(tmp_path / "away") == records(tmp_path / "here")
 
 
+@pytest.mark.slow
 def test_dropout_does_not_pass_for_another_policy(task: Path, tmp_path: Path) -> None:
     more = ["rl.mini_batch_size=null", "model.lora.rank=8", "model.lora.dropout=0.5", "optim.lr=1e-2", "trainer.max_steps=4"]
     train(task, tmp_path, *more, "trainer.export_hf=false")
@@ -144,6 +145,7 @@ def test_rewards_are_computed_while_the_workers_go_on(task: Path, tmp_path: Path
     assert last < events["check_judged"][0][0]
 
 
+@pytest.mark.slow
 def test_a_policy_with_adapters_is_its_own_reference(task: Path, tmp_path: Path) -> None:
     more = ["trainer.max_steps=2", "model.lora.rank=4", "optim.lr=1e-2", "rl.loss.kl_coef=0.1", "group.offload=host"]
     outcome = train(task, tmp_path, *more)
@@ -173,6 +175,7 @@ def reward_model(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_one_of_the_rewards(task: Path, tmp_path: Path, reward_model: Path) -> None:
     more = [*SHORT, "rewards.use=[format,model]", "rewards.weights.model=0.5", f"reward.model.path={reward_model}"]
     train(task, tmp_path, *more, config_class=OnlineDPOConfig)
@@ -181,6 +184,7 @@ def test_a_reward_model_is_one_of_the_rewards(task: Path, tmp_path: Path, reward
         assert record["pairs"] > 0
 
 
+@pytest.mark.slow
 def test_rows_are_routed_to_their_rewards(task: Path, tmp_path: Path, reward_model: Path) -> None:
     rows = [f'{{"prompt": "{i}+1=", "kind": "{"model" if i % 2 else "format"}"}}\n' for i in range(8)]
     (tmp_path / "mixed.jsonl").write_text("".join(rows))
@@ -220,6 +224,7 @@ def test_corrections_do_nothing_where_there_is_nothing_to_correct(task: Path, tm
         assert record.get("importance_masked", 0.0) == 0
 
 
+@pytest.mark.slow
 def test_rounded_weights_are_corrected_and_reported(task: Path, tmp_path: Path) -> None:
     train(task, tmp_path, *SHORT, "rollout.dtype=bfloat16", "rl.importance_bounds=[0.9999,1.0001]")
     for record in records(tmp_path):

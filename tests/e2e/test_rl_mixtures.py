@@ -38,6 +38,7 @@ def run(task: Path, name: str, *more: str) -> list[dict[str, Any]]:
     return records(task / name)
 
 
+@pytest.mark.slow
 def test_replayed_routes_bring_generator_and_actor_together(task: Path) -> None:
     # So many tokens that some go elsewhere whatever is sampled: with eight seeds, by at least 0.08 nats, and at most 0.02 with their routes.
     many = ["rl.group_size=16", "data.batch_size=8", "rl.mini_batch_size=128", "rollout.max_tokens=8", "optim.lr=1e-6"]

@@ -304,12 +304,10 @@ LAUNCHERS = {
     "one rank of torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *ALONE],
     "ctrl-c": ALONE,
 }
-FAST_LAUNCHERS = ("command",)
 
 
-@pytest.mark.parametrize(
-    "how", [how if how in FAST_LAUNCHERS else pytest.param(how, marks=pytest.mark.slow) for how in LAUNCHERS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", LAUNCHERS)
 @pytest.mark.usefixtures("real_commands")
 def test_a_signal_saves_and_leaves(how: str, task: Path) -> None:
     """Whoever gets it; and what follows is what would have followed."""
@@ -381,6 +379,7 @@ def test_another_model_in_the_same_folder_is_refused(task: Path, capfd: pytest.C
     assert f"it is now {task / 'run' / 'hf'}, a different model, whose weights would not be read" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_do_not_push_out_good_ones(task: Path) -> None:
     run = words(task, "trainer.save_every=1", "trainer.keep_last=2", "trainer.export_hf=false")
     assert main([*run, "trainer.max_steps=5", "trainer.keep_last=null"]) == 0
@@ -437,6 +436,7 @@ def test_sources_are_mixed_by_weight(task: Path, capfd: pytest.CaptureFixture[st
     assert "data.weights = [1.0, 1.0], now it is [1.0, 3.0]" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_wandb_offline(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="needs the wandb extra")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -489,6 +489,7 @@ def test_streamed_data_train_store_nothing_and_resume_at_the_next_sample(task: P
     assert [{k: r.get(k) for k in NUMBERS} for r in records(task / "whole")] == [{k: r.get(k) for k in NUMBERS} for r in whole]
 
 
+@pytest.mark.slow
 def test_a_bad_row_of_a_stream_saves_what_was_learned_before(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = task / "data" / "train.jsonl"
     rows = file.read_text().splitlines(keepends=True)
@@ -516,6 +517,7 @@ def test_settings_that_contradict_streaming_are_refused(task: Path, capsys: pyte
     assert not (task / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_finished_run_reports_what_has_changed_since(task: Path, caplog: pytest.LogCaptureFixture) -> None:
     held_out_file = task / "data" / "eval.jsonl"
     run = words(task, f"data.eval=[{held_out_file}]", "trainer.max_steps=2", f"data.cache_dir={task / 'cache'}")

@@ -37,8 +37,12 @@ class TinkerProcess:
             self._command, env=self._environment, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert "is trained at" in line, line
+        lines = []
+        for line in self.process.stdout:
+            lines.append(line)
+            if line.startswith("training service for"):
+                return
+        raise AssertionError("".join(lines))
 
     def kill(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)

@@ -201,7 +201,7 @@ def test_eager_code_does_not_pay_for_the_operator(monkeypatch: pytest.MonkeyPatc
     attention.packed_attention(q, q, q, context, scale=1.0)
 
 
-@pytest.mark.parametrize("window", [None, 5, 200])
+@pytest.mark.parametrize("window", [5, *(pytest.param(window, marks=pytest.mark.slow) for window in (None, 200))])
 def test_tokens_of_a_block_see_each_other(window: int | None) -> None:
     """By document and with FlexAttention, against softmax over an explicit mask of the whole sequence."""
     bounds, heads, size = (0, 40, 41, 330), 2, 16

@@ -80,7 +80,7 @@ def play(rounds: Sequence[Round], held: dict[str, set[tuple[str, str]]]) -> None
                     held[target] |= pairs
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(situations())
 def test_a_plan_meets_all_needs_and_sends_nothing_twice(situation: tuple[SequenceBuffer, list[Need]]) -> None:
     buffer, needs = situation

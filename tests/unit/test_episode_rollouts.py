@@ -249,6 +249,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(**CASES)
 def test_what_is_learned_from_does_not_depend_on_time(
@@ -275,6 +276,7 @@ def test_what_is_learned_from_does_not_depend_on_time(
     assert {*phases.pool.resets.values()} == {1}
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(**CASES)
 def test_what_is_learned_from_does_not_depend_on_deaths(

@@ -147,6 +147,7 @@ def with_file(folder: Path, name: str, text: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_an_objective_is_one_file_which_an_entry_point_names(tmp_path: Path) -> None:
     assert EXAMPLE is not None
     path = with_entry_point(tmp_path, "tanh", EXAMPLE[1])

@@ -83,6 +83,7 @@ def run(
     return consumed, phases
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=120)
 @given(
     staleness=st.integers(0, 3),

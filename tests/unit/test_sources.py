@@ -381,6 +381,7 @@ def test_tokenised_data_is_kept_and_made_again_when_anything_changes(
     assert not [f for f in Path(cache["cache_dir"]).iterdir() if f.name.startswith(".tmp")]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
 def test_processes_tokenise_as_one_does(tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(1500)]
@@ -540,6 +541,7 @@ def waited(check: Any) -> Any:
     raise AssertionError("nothing happened in a minute")
 
 
+@pytest.mark.slow
 def test_data_sets_of_the_hub(tmp_path: Path) -> None:
     files = {"train.jsonl": b'{"text": "1"}\n{"text": "2"}\n', "test.jsonl": b'{"text": "3"}\n', "README.md": CARD}
     asked = [

@@ -66,6 +66,7 @@ def test_tokens_that_are_merged_with_what_follows_have_to_be_kept() -> None:
     assert one.detail.endswith("of the same text")
 
 
+@pytest.mark.slow
 def test_what_a_template_does_not_take() -> None:
     found = verdicts(ONLY_CHATS)
     assert (found["a call of a tool"].verdict, found["a call of a tool"].detail) == ("refused", "no tools here")

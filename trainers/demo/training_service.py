@@ -28,7 +28,7 @@ STEPS, EVERY = 80, 10
 """The maximum number of steps, and the number of steps between samples."""
 DOCUMENTS, LENGTH, SAMPLED = 16, 12, 8
 _NEEDS = ("starlette", "uvicorn", "google.protobuf", "zstandard", "tinker")
-_READY = " is trained at "
+_READY = "training service for "
 KEYS = {"up": "tml-the-key-of-who-counts-up", "down": "tml-the-key-of-who-counts-down"}
 
 

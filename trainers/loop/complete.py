@@ -36,7 +36,9 @@ def complete(run: TrainingRun) -> TrainResult:
     if "jsonl" in run.config.loggers:
         outputs[run.display.plot_name] = str(_plot_file(run))
     if run.ranks.is_first and "console" in run.config.loggers:
-        print("\n".join(run.display.summary.lines(outputs)), flush=True)
+        command = run.display.next_command if "model" in outputs else ""
+        locations = {**outputs, "next": f"{command} {run.config.output_dir}"} if command else outputs
+        print("\n".join(run.display.summary.lines(locations)), flush=True)
     return replace(result, outputs=outputs)
 
 

@@ -197,6 +197,7 @@ class Display:
         plot_name: The name of the plot among the run's outputs.
         plot_file: Its file in the run's folder.
         panels: The panels, from top to bottom.
+        next_command: The command to suggest for the exported model; it gets the run's folder as its argument. Empty if there is none.
     """
 
     lines: Lines
@@ -204,8 +205,11 @@ class Display:
     plot_name: str
     plot_file: str
     panels: Sequence[Panel]
+    next_command: str = ""
 
 
+CHAT = "drivetrain chat"
+"""The command to suggest for a model that generates completions."""
 LOSS = (
     Panel(
         ylabel="loss (nats per supervised token)",

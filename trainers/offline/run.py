@@ -36,7 +36,7 @@ from ..loop.checkpoint_checks import check_fingerprint, check_method, check_no_l
 from ..loop.completion_metrics import CompletionMetrics
 from ..loop.console import Lines, Summary
 from ..loop.early_stopping import EarlyStopping
-from ..loop.loggers import LOSS, Display
+from ..loop.loggers import CHAT, LOSS, Display
 from ..loop.ranks import TrainerRanks, process_group
 from ..loop.run_folder import locked_folders
 from ..loop.samples import HeldOutCompletion, generate_completions
@@ -357,6 +357,8 @@ def open_run(
                             plot_name="loss plot",
                             plot_file="loss.png",
                             panels=LOSS,
+                            # A reward model writes no completions.
+                            next_command=CHAT if method.can_generate else "",
                         ),
                         total_steps=total_steps,
                         callbacks=callbacks,

@@ -13,7 +13,7 @@ from ...rewards.pool import RewardTarget, title_of
 from ..config.rl import RLConfig
 from ..loop.callbacks import Callback
 from ..loop.early_stopping import EarlyStopping
-from ..loop.loggers import Display
+from ..loop.loggers import CHAT, Display
 from ..loop.run_folder import announce_settings, locked_folders
 from ..loop.signals import StopSignal
 from ..loop.training_run import EvaluationResult, TrainingRun
@@ -237,6 +237,7 @@ def open_run(
                 plot_name="reward plot",
                 plot_file="rewards.png",
                 panels=PANELS,
+                next_command=CHAT,
             ),
             total_steps=total_steps,
             callbacks=callbacks,
