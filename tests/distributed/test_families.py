@@ -187,6 +187,7 @@ NO_INTERFACE = "does not compute attention through transformers' attention inter
         ("lfm3", STATE),
         ("rwkv", NO_INTERFACE),
         ("deepseek_v4", "attends from 346 tokens to 348 keys"),
+        ("inkling_text", "passes position_bias to its attention"),
         ("nemotron", "does not pass model arguments down"),
         ("qwen4_exp_text", "not among the verified families"),
         *(
@@ -194,7 +195,6 @@ NO_INTERFACE = "does not compute attention through transformers' attention inter
             for name, reason in {
                 **dict.fromkeys(("recurrent_gemma", "zaya"), STATE),
                 **dict.fromkeys(("gpt_neox_japanese", "xlstm"), NO_INTERFACE),
-                "inkling_text": "passes position_bias to its attention",
                 "minimax_m3_vl_text": "passes block_indices to its attention",
                 "stablelm": "does not pass model arguments down",
                 **dict.fromkeys(("hy_v4", "mpt"), "not among the verified families"),

@@ -173,7 +173,7 @@ def rank_programs(seed: int, count: int, orders: int) -> int:
     return ran
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_no_random_program_deadlocks_in_any_order(ranks: int) -> None:
     """Collectives check that all their ranks meet in the same one, so an interleaving would fail or hang."""
     assert min(run_ranks(rank_programs, ranks, ranks, 12, 6)) > 12

@@ -367,6 +367,9 @@ def test_the_commands(trained: tuple[BaseEngine, str], tmp_path: Path, capsys: p
     assert "nothing was written" in printed
     assert not Path(out).exists()
     assert main("merge", [saved, out]) == 0
+    assert "replaces" not in capsys.readouterr().out
+    assert main("merge", [saved, out]) == 0
+    assert "replaces the earlier export in this folder" in capsys.readouterr().out
     assert main("verify", [saved]) == 0
     assert "all checksums match" in capsys.readouterr().out
     assert main("verify", [saved, out]) == 0

@@ -244,7 +244,6 @@ def test_an_error_takes_nothing_of_earlier_requests_with_it(model: Path) -> None
     serve(model, test)
 
 
-@pytest.mark.slow
 def test_samples_come_from_the_weights_that_were_asked_for(model: Path) -> None:
     """Snapshots and the base by turns, log-probabilities of prompts, and a sampler that is started again, which has the base."""
     prompt = [5, 6, 7, 8]

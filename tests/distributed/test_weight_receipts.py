@@ -44,7 +44,6 @@ def answers(group: WorkerGroup, version: int | None = None) -> Any:
     return group["rollout"].generate(PROMPTS, GREEDY, version=version)
 
 
-@pytest.mark.slow
 def test_only_a_whole_set_of_weights_is_generated_with(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     receipt = group.sync_weights("source", "rollout", version=7)
     assert (receipt.version, receipt.tensors) == (7, 24)

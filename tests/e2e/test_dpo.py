@@ -349,7 +349,7 @@ def test_the_reward_model_equals_float64_and_scores_the_same_once_exported(pairs
 
 
 @pytest.mark.parametrize("command", [dpo, rm])
-def test_the_commands_of_the_pages(pairs_task: Path, tmp_path: Path, command: Any) -> None:
+def test_the_commands_of_the_pages(pairs_task: Path, tmp_path: Path, command: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """With the reader's own paths put in, in one process."""
     name = command.__name__.rpartition(".")[2]
     page = (ROOT / "docs" / f"{name}.md").read_text().replace("\\\n", " ")
@@ -359,7 +359,9 @@ def test_the_commands_of_the_pages(pairs_task: Path, tmp_path: Path, command: An
     for theirs, path in ours.items():
         line = line.replace(theirs, path)
     assert command.main([*line.split(" --nproc 2 ")[1].split(), "trainer.max_steps=1"]) == 0
-    assert next(tmp_path.glob("*/hf/model.safetensors")).is_file()
+    model = next(tmp_path.glob("*/hf/model.safetensors"))
+    # A reward model cannot chat.
+    assert (f"next         drivetrain chat {model.parents[1]}\n" in capsys.readouterr().out) == (command is dpo)
 
 
 @pytest.mark.slow

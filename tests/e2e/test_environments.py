@@ -50,7 +50,6 @@ def plain_log_probs(model: Any, ids: Tensor) -> Tensor:
     return torch.log_softmax(logits.double(), -1).gather(1, ids[1:, None])[:, 0]
 
 
-@pytest.mark.slow
 def test_a_single_turn_is_the_run_without_an_environment(task: Path, tmp_path: Path) -> None:
     more = ["trainer.max_steps=2", "trainer.eval_every=2", f"data.eval=[{task / 'held-out.jsonl'}]", "rl.eval_samples=2"]
     train(task, tmp_path / "without", *more)

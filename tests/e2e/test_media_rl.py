@@ -76,7 +76,6 @@ def test_a_step_can_be_repeated_from_its_bundle(more: list[str], task: Path, tmp
     _check_old_log_probs(Plain(task / "model"), Bundle.read(bundles[0]).batch)
 
 
-@pytest.mark.slow
 def test_calls_of_texts_alone_are_joined_with_those_of_pictures(task: Path, tmp_path: Path) -> None:
     more = ["rl.group_size=2", "rl.mini_batch_size=4", "rollout.prompts_per_call=1", "trainer.max_steps=1"]
     assert all(step["log_prob_gap_max"] < 1e-4 for step in train(task, tmp_path / "run", *more))

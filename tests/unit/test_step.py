@@ -1,16 +1,20 @@
 """A step's sums: added up over micro-batches and over the ranks that count, divided once."""
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from drivetrain.engine.flops import ModelShape
 from drivetrain.engine.loss import TokenOutputs, loss_mask
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.step import LossAccumulator, _totals
-from drivetrain.engine.step_plan import StepPlan
+from drivetrain.engine.step_plan import StepPlan, TokenBudget, plan_step
 from drivetrain.losses.sft import SFTLoss
 
 DEVICE = torch.device("cpu")
@@ -85,6 +89,48 @@ def test_an_error_of_the_loss_is_raised_at_the_end() -> None:
     assert float(accumulator(micro_batch, outputs)) == 0.0
     with pytest.raises(AssertionError):
         accumulator.finish(Ranks())  # type: ignore[arg-type]
+
+
+def plans_of(*shards: list[list[int]]) -> list[StepPlan]:
+    """What data-parallel ranks with these documents plan, each in a thread of its own."""
+    summaries: list[Any] = [None] * len(shards)
+    all_are_here = threading.Barrier(len(shards), timeout=30)
+
+    def plan(rank: int) -> StepPlan:
+        def all_gather_object(value: Any, *, error: Exception | None = None) -> list[Any]:
+            assert error is None, error
+            summaries[rank] = value
+            all_are_here.wait()
+            return list(summaries)
+
+        topology: Any = SimpleNamespace(
+            rank=rank,
+            ranks=range(len(shards)),
+            is_output_rank=True,
+            token_multiple=1,
+            micro_batch_multiple=1,
+            all_gather_object=all_gather_object,
+        )
+        shape = ModelShape(
+            weights=1000.0, trained=1000.0, head=10.0, head_trained=10.0, attention=((8, None),), vocabulary=100
+        )
+        budget = TokenBudget(tokens=12, setting="engine.micro_batch.max_tokens")
+        return plan_step(topology, from_lists(shards[rank]), SFTLoss(), budget, shape, training=True)
+
+    with ThreadPoolExecutor(len(shards)) as threads:
+        return list(threads.map(plan, range(len(shards))))
+
+
+def test_all_ranks_run_as_many_micro_batches_as_the_one_that_needs_most() -> None:
+    long, short, single = plans_of([[1] * 6] * 6, [[1] * 3] * 4, [[1] * 2])
+    # Twelve tokens at a time: three micro-batches, two of which the rank with one document has nothing for.
+    assert [len(plan.parts) for plan in (long, short, single)] == [3, 3, 3]
+    assert sorted(i for part in long.parts for i in part) == list(range(6))
+    assert sorted(i for part in short.parts for i in part) == list(range(4))
+    assert single.parts == [[0], [], []]
+    for plan in (long, short, single):
+        assert plan.weights == {"nll": 6 * 5 + 4 * 2 + 1}
+        assert (plan.tokens, plan.sequences, plan.longest, plan.real_micro_batches) == (50, 11, 6, 3 + 3 + 1)
 
 
 def test_sums_of_numbers_wherever_they_are() -> None:
