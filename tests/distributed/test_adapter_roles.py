@@ -69,7 +69,7 @@ def saved(tmp_path: Path, process_group: None) -> Iterator[tuple[Path, dict[str,
         yield made
 
 
-@pytest.mark.parametrize("kind", ["continuous", "static"])
+@pytest.mark.parametrize("kind", ["continuous", pytest.param("static", marks=pytest.mark.slow)])
 def test_generators_serve_adapters_and_the_model_side_by_side(saved: Any, kind: str) -> None:
     folder, folders, _ = saved
     check_generator(saved, kind)

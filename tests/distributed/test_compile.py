@@ -220,7 +220,8 @@ def test_layers_that_exchange_tokens_are_not_compiled(tmp_path: Path, process_gr
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
-@pytest.mark.parametrize("mode", ["none", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "full"])
 def test_the_compiler_gives_the_same_numbers(
     mode: Any, tmp_path: Path, process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,7 +94,6 @@ def test_attention_over_whole_documents_is_seen(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("family", "generator"),
     [
-        ("llama", "continuous"),
         *(
             pytest.param(family, name, marks=pytest.mark.slow)
             for family in ("llama", "qwen3", "gemma3_text", "qwen3_moe", "gpt_oss")

@@ -164,7 +164,7 @@ def test_small_steps_are_not_lost_in_16_bits(tmp_path: Path, backend: str) -> No
         ("deepseek_v3", {"lora": {"rank": 4}}, "with adapters"),
     ],
 )
-@pytest.mark.parametrize("backend", ["fsdp", "mcore"])
+@pytest.mark.parametrize("backend", ["fsdp", pytest.param("mcore", marks=pytest.mark.slow)])
 def test_models_without_biases_are_refused(
     tmp_path: Path, backend: str, family: str, model: dict[str, Any], message: str
 ) -> None:

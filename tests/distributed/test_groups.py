@@ -219,6 +219,7 @@ def test_a_local_group_does_so_too() -> None:
     assert run_ranks(rank_shared, 2) == [True, True]
 
 
+@pytest.mark.slow
 def test_a_role_that_dies_is_told_and_is_built_again_from_its_checkpoint(start: Start, models: Path, tmp_path: Path) -> None:
     group = start({"actor": actor_role(models), "troubled": troubled()}, {"main": 2}, grace_s=5)
     try:

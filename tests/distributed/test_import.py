@@ -78,7 +78,7 @@ def in_transformers(folder: Path, want: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [
-        ("qwen2", (2,)),
+        pytest.param("qwen2", (2,), marks=pytest.mark.slow),
         pytest.param("qwen3_moe", (2,), marks=pytest.mark.slow),
         pytest.param("llama", (2, 2), marks=pytest.mark.slow),
         pytest.param("qwen3_vl", (2,), marks=pytest.mark.slow),

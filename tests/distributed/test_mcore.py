@@ -64,6 +64,11 @@ def test_mcore_conforms(nproc: int, axes: dict[str, Any], family: str) -> None:
     run_ranks(rank_checks, nproc, axes, list(CHECKS), family)
 
 
+def test_the_numbers_conform_with_tensor_parallelism() -> None:
+    """A part of the checks, which needs a fraction of the time."""
+    run_ranks(rank_checks, 2, {"tp": 2, "tp_sequence": True}, ["reference", "infer", "weights"], "qwen3")
+
+
 def rank_families(axes: dict[str, Any], families: list[str]) -> None:
     for family in families:
         rank_checks(axes, ["reference", "weights"], family)
@@ -100,7 +105,7 @@ STATE_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("family", [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3_5_text", "qwen3_next")])
+@pytest.mark.parametrize("family", [pytest.param("qwen3_5_text", marks=pytest.mark.slow), "qwen3_next"])
 def test_layers_with_state_equal_plain_transformers(family: str, tmp_path: Path, process_group: None) -> None:
     # One stores its projections in sections, the other by key head.
     made = save_tiny_model(tmp_path / "m", family)
@@ -391,7 +396,7 @@ def rank_one_share(folder: str, axes: dict[str, Any], settings: dict[str, Any]) 
     "settings",
     [
         {"recompute": "full"},
-        {"recompute": "selective"},
+        pytest.param({"recompute": "selective"}, marks=pytest.mark.slow),
         {"options": MCoreOptions(overlap_grad_reduce=True, bucket_size=4000)},
     ],
 )

@@ -47,7 +47,7 @@ def build(folder: Path, model: dict[str, Any] | None = None, **settings: Any) ->
     return engine_class("mcore")(model=model_config, engine=config, optim=OPTIM).initialize()
 
 
-@pytest.mark.parametrize("family", MAIN)
+@pytest.mark.parametrize("family", [pytest.param("qwen2_5_vl", marks=pytest.mark.slow), *MAIN[1:]])
 def test_packed_media_equal_plain_transformers(family: str, tmp_path: Path, process_group: None) -> None:
     for loss_off, norm_off in compare(save(tmp_path / "model", family), family, ParallelConfig(), "mcore"):
         assert loss_off <= 1e-6

@@ -103,6 +103,7 @@ def test_too_small_a_cluster_is_told_at_once(models: Path) -> None:
     assert time.monotonic() - began < 3
 
 
+@pytest.mark.slow
 def test_ray_missing_says_which_extra(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[ray\]'"):

@@ -235,7 +235,7 @@ def test_our_service_passes_all_checks(folder: Path, tmp_path: Path) -> None:
     options["replicas"].close()
 
 
-FAST = ("loses chunks", "counts twice", "an optimizer of its own", "live snapshots")
+FAST = ("loses chunks", "live snapshots")
 
 
 @pytest.mark.parametrize("how", [how if how in FAST else pytest.param(how, marks=pytest.mark.slow) for how in BROKEN])

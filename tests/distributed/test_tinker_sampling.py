@@ -439,6 +439,7 @@ def test_responses_are_counted_not_requests(model: Path, monkeypatch: pytest.Mon
     serve(model, test, replicas=LessSlow)
 
 
+@pytest.mark.slow
 def test_more_snapshots_than_the_samplers_hold(model: Path) -> None:
     """Each has its own tokens, whatever was put aside for it; a checkpoint that was deleted, or overwritten, stays in its sampler."""
 
@@ -477,6 +478,7 @@ def test_more_snapshots_than_the_samplers_hold(model: Path) -> None:
     serve(model, test)
 
 
+@pytest.mark.slow
 def test_a_request_is_cancelled_or_goes_on_after_a_restart(model: Path) -> None:
     kept: dict[str, Any] = {}
 

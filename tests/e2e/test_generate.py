@@ -46,6 +46,7 @@ def expected(model: Path, ids: list[int], most: int) -> str:
     return str(TOKENIZER.decode(found, skip_special_tokens=True))
 
 
+@pytest.mark.slow
 def test_the_default_length_is_what_fits_the_model(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -280,13 +280,16 @@ def test_a_broken_row_ends_a_run_before_weights_are_read(
     assert f"{file}:1: message 1: the image '0.png' cannot be read (No such file or directory): {tmp_path / '0.png'}" in told
 
 
+@pytest.mark.slow
 def test_a_reward_model_on_pictures_equals_plain_transformers(task: Path, scored: Path, tmp_path: Path) -> None:
     assert rm(words(task, tmp_path / "run", "dpo", f"model.path={scored}")) == 0
     check(tmp_path / "run", rm_steps(task))
     assert (tmp_path / "run" / "hf" / "preprocessor_config.json").is_file()
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_omni_thinker", pytest.param("gemma4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen2_5_omni_thinker", "gemma4")]
+)
 def test_sft_on_images_videos_and_audio_equals_plain_transformers(family: str, tmp_path: Path) -> None:
     """Of the fields and tokens whose equality with the families' own processors has tests of its own."""
     folder = save_media_model(tmp_path / "model", family)

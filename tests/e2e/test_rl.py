@@ -95,6 +95,7 @@ def test_a_step_is_repeated_from_its_bundle(task: Path, tmp_path: Path, capfd: p
     assert "(differs)" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_phases_by_themselves(task: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     answers, scored, model = (str(tmp_path / name) for name in ("rollouts.safetensors", "scored.safetensors", "model"))
     settings = words(task, tmp_path / "unused", "rl.loss.kl_coef=0.04", "group.offload=host")
@@ -142,7 +143,7 @@ def test_what_was_trained_before_the_rewards_failed_is_saved(task: Path, tmp_pat
     assert "fails_later" in (run / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize("reward", [too_few, never])
+@pytest.mark.parametrize("reward", [pytest.param(too_few, marks=pytest.mark.slow), never])
 def test_answers_that_nobody_could_judge_end_the_run(task: Path, tmp_path: Path, reward: Any) -> None:
     with pytest.raises(RewardError, match=rf"none of 16 completions could be scored \(error/{reward.__name__} 16\)"):
         train(task, tmp_path, "trainer.max_steps=1", rewards=[reward])

@@ -234,6 +234,7 @@ def test_rounded_weights_are_corrected_and_reported(task: Path, tmp_path: Path) 
         assert record["log_prob_gap"] > 1e-5
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_replaces_groups_of_equal_rewards(task: Path, tmp_path: Path) -> None:
     train(task, tmp_path, *SHORT, "rl.algorithm=dapo", "rl.group_size=3")
     for record in records(tmp_path):

@@ -369,6 +369,7 @@ def test_a_folder_in_use_is_refused(task: Path, capfd: pytest.CaptureFixture[str
     assert main(words(task, "trainer.max_steps=1")) == 0
 
 
+@pytest.mark.slow
 def test_another_model_in_the_same_folder_is_refused(task: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(words(task, "trainer.max_steps=2")) == 0
     shutil.copytree(task / "model", task / "elsewhere")
@@ -393,6 +394,7 @@ def test_damaged_checkpoints_do_not_push_out_good_ones(task: Path) -> None:
     assert steps(LocalStore(root)) == ["step-00000004", "step-00000005"]
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_plain_generation(task: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -399,8 +399,11 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
+FAST = ("sigmoid", "ipo", "hinge", "robust", "simpo", "orpo", "cpo", "kto")
+
+
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in LOSSES])
 def test_trl_computes_the_same(case: Path, tmp_path: Path, name: str) -> None:
     settings = LOSSES[name]
     loss = settings.get("loss", "sigmoid")
