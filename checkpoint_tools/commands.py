@@ -125,8 +125,8 @@ def _merge(a: argparse.Namespace) -> int:
 
     if a.output is None:
         words, example = ("", _merge_call()) if a.checkpoint is None else (f" {a.checkpoint}", _merge_call(a.checkpoint))
-        lacking = "no CHECKPOINT to read and no OUTPUT" if a.checkpoint is None else "no OUTPUT"
-        print(f"error: drivetrain merge{words} has {lacking}, the folder to write; for example: {example}", file=sys.stderr)
+        lacking = "a CHECKPOINT to read and an OUTPUT" if a.checkpoint is None else "an OUTPUT"
+        print(f"error: drivetrain merge{words} needs {lacking}, the folder to write; for example: {example}", file=sys.stderr)
         return 2
     try:
         plan = plan_merge(

@@ -40,7 +40,7 @@ def warn_about_data(data: SourcesConfig, batch_size: int, samples: int | None, u
         log.warning("data.columns: %s are the same column, %r", " and ".join(doubled), data.columns[doubled[0]])
     if samples is not None and batch_size > samples:
         log.warning(
-            "data.batch_size=%d is more than the %d %s: every step uses each of them once, and is no larger",
+            "data.batch_size=%d is larger than the dataset (%d %s), so every step uses each of them once; lower it for smaller steps",
             batch_size,
             samples,
             unit,

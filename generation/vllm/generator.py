@@ -223,13 +223,13 @@ class VLLMGenerator(BaseGenerator):
         self._adapters_of_requests.clear()
         self._versions.clear()
         if self._engine is not None and not self._engine.reset_prefix_cache():
-            raise ModelError("vLLM did not drop its cache of prefixes; tokens of old weights would follow")
+            raise ModelError("vLLM did not drop its prefix cache; keys and values of the old weights would be reused")
 
     def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load new weights into the engine. Collective over the ranks of a process group.
 
         Raises:
-            ModelError: Tensors are missing, unknown, of a wrong shape or not finite; or vLLM failed before and cannot be built anew.
+            ModelError: Tensors are missing, unknown, of a wrong shape or not finite; or vLLM failed before and cannot be rebuilt.
         """
         if self._side_by_side is not None:
             raise weights_stay(self.config)
@@ -284,7 +284,7 @@ class VLLMGenerator(BaseGenerator):
         if held:
             raise ModelError(
                 f"vLLM failed while it loaded weights, and {held / 2**30:.1f} GiB of its former engine are still in use, so it cannot be "
-                "built anew in this process; start the workers again"
+                "rebuilt in this process; start the workers again"
             )
         self._engine = self._build()
         self._broken = False

@@ -212,7 +212,7 @@ class VLLMServerGenerator(BaseGenerator):
             return
         reply = self._server.post("/reset_prefix_cache", parameters={"reset_running_requests": True})
         if not reply["success"]:
-            raise ModelError("vLLM did not drop its prefix cache; tokens of old weights would follow")
+            raise ModelError("vLLM did not drop its prefix cache; keys and values of the old weights would be reused")
 
     def copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Write new weights to files, and let the server load them.

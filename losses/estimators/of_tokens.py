@@ -121,7 +121,7 @@ class TurnGRPOEstimator(Estimator):
         scale: Whether to divide by the standard deviation.
     """
 
-    gamma: float = setting(1.0, "discount per token; turn_grpo: per turn")
+    gamma: float = setting(1.0, "discount per turn")
     scale: bool = setting(True, "divide by the standard deviation of the group")
 
     def _check_values(self) -> None:

@@ -493,7 +493,7 @@ def test_a_program_finds_its_own_functions_and_leaves_nothing_behind(tmp_path: P
     # Without the guard, and without a file.
     (tmp_path / "unguarded.py").write_text(PROGRAM.replace('if __name__ == "__main__":\n    main()', "main()"))
     done = run_python(tmp_path, "unguarded.py", "--worth", "3")
-    assert "this program starts a worker group when a worker imports it; put that under" in done.stderr
+    assert "this program starts a worker group at import time, and workers import it; move that code under" in done.stderr
     done = run_python(tmp_path, "-c", PROGRAM, "--worth", "3")
     assert "reward is defined in a program without a file" in done.stderr
 

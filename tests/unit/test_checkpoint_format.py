@@ -428,11 +428,11 @@ def test_merge_names_what_a_call_lacks(tmp_path: Path, capsys: pytest.CaptureFix
     for words, message in (
         (
             [],
-            "drivetrain merge has no CHECKPOINT to read and no OUTPUT, the folder to write; for example: drivetrain merge runs/sft sft-hf",
+            "drivetrain merge needs a CHECKPOINT to read and an OUTPUT, the folder to write; for example: drivetrain merge runs/sft sft-hf",
         ),
         (
             [f"{run}"],
-            f"drivetrain merge {run} has no OUTPUT, the folder to write; for example: drivetrain merge {run} run-hf",
+            f"drivetrain merge {run} needs an OUTPUT, the folder to write; for example: drivetrain merge {run} run-hf",
         ),
         ([f"{tmp_path}/no", f"{output}"], f"CHECKPOINT={tmp_path}/no: {tmp_path}/no does not exist{way_out}"),
         ([f"{run}/config.yaml", f"{output}"], f"CHECKPOINT={run}/config.yaml: {run}/config.yaml is a file{way_out}"),

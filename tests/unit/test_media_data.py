@@ -450,7 +450,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"messages": question(image(png()), text="<|image_pad|>")},
-        "has 1 images, but 2 times '<|image_pad|>' in its rendered chat",
+        "has 1 images, but its rendered chat contains '<|image_pad|>' 2 times; it must appear once per image",
     ),
     ({"messages": question(text="<|image_pad|>")}, "has 1 tokens '<|image_pad|>', of which its images account for 0"),
     ({"messages": question({"type": "audio", "audio": wav(1)})}, "takes image and video, but no audio"),

@@ -200,10 +200,16 @@ def test_what_counts_is_told(tmp_path: Path, cache: dict[str, Any], caplog: pyte
     other = f"{tmp_path}/d/../d/a.jsonl"
     for names, told in (
         ([a, b], ""),
-        ([a, a], f"data.train has {a} twice, as {a}: its samples are used as often"),
-        ([a, other], f"data.train has {a} twice, as {a} and {other}: its samples are used as often"),
-        ([a, str(tmp_path / "d")], f"data.train has {a} twice, as {a} and {tmp_path / 'd'}: its samples are used as often"),
-        ([str(tmp_path / "d")], f"data.train has {a} twice, as {tmp_path / 'd'}: its samples are used as often"),
+        ([a, a], f"data.train has {a} twice, as {a}: its samples are used that many times per epoch"),
+        ([a, other], f"data.train has {a} twice, as {a} and {other}: its samples are used that many times per epoch"),
+        (
+            [a, str(tmp_path / "d")],
+            f"data.train has {a} twice, as {a} and {tmp_path / 'd'}: its samples are used that many times per epoch",
+        ),
+        (
+            [str(tmp_path / "d")],
+            f"data.train has {a} twice, as {tmp_path / 'd'}: its samples are used that many times per epoch",
+        ),
     ):
         caplog.clear()
         load(names, cache)

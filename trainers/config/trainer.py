@@ -152,7 +152,9 @@ class RLTrainerConfig(LoopConfig):
         None, "number of steps, each from prompts to updated weights; null: determined by trainer.epochs"
     )
     best_metric: str | None = setting(
-        None, "evaluation metric that selects the checkpoint to keep and export: reward or accuracy; null: the last checkpoint"
+        None,
+        "evaluation metric that selects the checkpoint to keep and export: reward, accuracy, or with rl.eval_samples=K also avg@K and pass@K; "
+        "null: the last checkpoint",
     )
     generate: int = setting(3, "number of prompts whose completions and rewards each evaluation logs")
     bundle_every: int | None = setting(

@@ -189,7 +189,7 @@ class MediaReader:
             present = sum(place.group() == mark for place in places)
             if present != counts[kind]:
                 raise DataError(
-                    f"{name} has {counts[kind]} {kind}s, but {present} times {mark!r} in its rendered chat, which must have it once for each: "
+                    f"{name} has {counts[kind]} {kind}s, but its rendered chat contains {mark!r} {present} times; it must appear once per {kind}: "
                     "remove it from the texts, and use a template that writes it for each part (model.chat_template)"
                 )
         parts: list[str] = []

@@ -192,7 +192,7 @@ def warn_about_repeated(sources: Sequence[DataSource], setting: str) -> None:
     if repeated:
         name, entries = next(iter(repeated.items()))
         others = f" (and {len(repeated) - 1} more)" if len(repeated) > 1 else ""
-        log.warning("%s has %s twice, %s%s: its samples are used as often", setting, name, entries, others)
+        log.warning("%s has %s twice, %s%s: its samples are used that many times per epoch", setting, name, entries, others)
 
 
 def _hidden(file: Path, folder: Path) -> bool:

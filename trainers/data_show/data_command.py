@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     words = list(argv)
     if words[:1] != ["show"] and not ({"-h", "--help"} & {*words}):
         problem = f"unknown command {words[0]!r}" if words else "a command is missing"
-        print(f"error: drivetrain data: {problem}; it is drivetrain data show SOURCE ... --model MODEL", file=sys.stderr)
+        print(f"error: drivetrain data: {problem}; usage: drivetrain data show SOURCE ... --model MODEL", file=sys.stderr)
         return 2
     arguments = _parser().parse_intermixed_args(words[words[:1] == ["show"] :])
     try:

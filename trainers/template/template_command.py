@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     words = list(argv)
     if words[:1] != ["check"] and not ({"-h", "--help"} & {*words}):
         problem = f"unknown command {words[0]!r}" if words else "a command is missing"
-        print(f"error: drivetrain template: {problem}; it is drivetrain template check MODEL", file=sys.stderr)
+        print(f"error: drivetrain template: {problem}; usage: drivetrain template check MODEL", file=sys.stderr)
         return 2
     arguments = _parser().parse_args(words[words[:1] == ["check"] :])
     try:

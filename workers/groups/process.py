@@ -78,7 +78,7 @@ class ProcessWorkerGroup(RemoteWorkerGroup):
         super().__init__(roles, pools=pools, limits=limits)
         if importing_program():
             raise ConfigError(
-                "this program starts a worker group when a worker imports it; put that under: if __name__ == '__main__':"
+                "this program starts a worker group at import time, and workers import it; move that code under: if __name__ == '__main__':"
             )
         self._allow = {name_of(target) for target in names}
         for name, role in roles.items():

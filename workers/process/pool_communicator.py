@@ -190,14 +190,14 @@ class PoolCommunicator:
         if time.monotonic() > deadline:
             raise WorkerLostError(
                 f"{self.title}: {what} was not complete within {limit_s:g} s, because another process did not take part; "
-                "weight_sync=tcp does without a communicator"
+                "weight_sync=tcp does not need a communicator"
             )
 
     def _fail(self, what: str, error: Exception) -> NoReturn:
         # If another rank has closed the connection, the store has its reason.
         self._check(float("inf"), what, 0)
         raise WorkerError(
-            f"{self.title}: {what} failed ({_line(error)}); weight_sync=tcp does without a communicator"
+            f"{self.title}: {what} failed ({_line(error)}); weight_sync=tcp does not need a communicator"
         ) from error
 
     def end(self, reason: str = "") -> None:

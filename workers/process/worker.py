@@ -389,7 +389,7 @@ def error_of(op: Op, error: BaseException) -> Error:
     if isinstance(error, OpError):
         kind, declared = error.kind, op.errors | COMMON_ERRORS | {op.failure}
         if kind not in declared:
-            logger.error("%s does not declare the error %s; it is a defect of Drivetrain", op.name, kind)
+            logger.error("%s does not declare the error %s; this is a bug in Drivetrain; please report it", op.name, kind)
             kind = op.failure
         return Error(kind=kind, message=_text(error), **_origin(error.__cause__ or error))
     if isinstance(error, ManifestError):

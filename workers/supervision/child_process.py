@@ -62,7 +62,7 @@ class ChildProcess:
     ) -> None:
         if importing_program():
             raise ConfigError(
-                "this program starts a worker when a worker imports it; put that under: if __name__ == '__main__':"
+                "this program starts a worker at import time, and workers import it; move that code under: if __name__ == '__main__':"
             )
         self.name = name
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
