@@ -23,7 +23,7 @@ from drivetrain.trainers.rl.algorithms import published, resolve
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-GROUPS = ("Train", "Reinforce", "Serve", "Build on it")
+GROUPS = ("Train", "Reinforcement learning", "Serve", "Build on it")
 INDEX = (DOCS / "index.md").read_text()
 CONFIG = (ROOT / "mkdocs.yml").read_text()
 LINK = re.compile(r"\[([^\]]+)\]\(((?:api/)?[\w-]+\.md)\)")
