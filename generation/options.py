@@ -122,7 +122,7 @@ class RolloutConfig:
             the cache. 0: as many as fit in the GPU memory that is free before the generator is built, or 32,768 without a GPU.
         target_tokens_per_batch: The target number of tokens in a forward pass. Prompts are added until it is reached.
         enable_chunked_prefill: Whether a prompt that exceeds the rest of `target_tokens_per_batch` is processed in several
-            forward passes, so that running completions do not wait for it. Supported only by the generator `continuous`.
+            forward passes, so that running completions do not wait for it. For the generators `continuous` and `vllm`.
         pad: The token id of padding; None uses the tokenizer's, or 0.
         invariant: Whether a completion's tokens and log-probabilities are bitwise independent of the other requests in the batch and of
             the order of arrival. For the generators `static` and `continuous`, on a CPU.
@@ -130,7 +130,7 @@ class RolloutConfig:
         held_versions: The number of versions of the weights that a role holds at the same time. One is in the generator; the others
             are in host memory until a call requests them. With 1, new weights replace the old ones at once.
         max_adapters: The maximum number of adapters side by side; 0 for none. Each can be loaded and dropped while the generator runs,
-            and is used by the requests that name it. For the generators `static` and `continuous`.
+            and is used by the requests that name it. For the generators `static`, `continuous` and `vllm`.
         base_dtype: Where adapters are sent separately, the data type in which their engine keeps the base weights: float32 or bfloat16.
         options: The settings specific to this generator.
     """
