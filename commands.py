@@ -96,7 +96,7 @@ COMMANDS = {
     ),
     "demo": Command(
         "trainers.demo.demo_command",
-        "train, export and query a tiny model on an embedded task; demo dpo and demo rm use preference data, demo grpo rewards, demo vision images, demo tinker a training service; demo prompts FOLDER only writes prompts and an untrained model",
+        "train, export and query a tiny model on a built-in toy task; demo dpo and demo rm use preference data, demo grpo rewards, demo vision images, demo tinker a training service; demo prompts FOLDER only writes prompts and an untrained model",
     ),
     "parity": Command("trainers.parity.parity_command", "compare engines and layouts with plain Hugging Face, step by step"),
     "merge": _checkpoint_tool("convert a checkpoint from any engine and layout into a Hugging Face folder"),

@@ -1,4 +1,4 @@
-"""Layers with state against transformers' own code: the operators on one document, and a step of a hybrid on prompts with several answers.
+"""Recurrent layers against transformers' own code: the operators on one document, and a step of a hybrid on prompts with several answers.
 
     python -m benchmarks.states --case operators | step [--steps 16]
     python -m benchmarks.states --case kernels      # on a GPU
@@ -229,7 +229,7 @@ def compare_kernels() -> None:
 
 
 def hybrid_config() -> PreTrainedConfig:
-    """Return the config of a hybrid with about 20 million parameters: three layers with state to one with attention."""
+    """Return the config of a hybrid with about 20 million parameters: three recurrent layers to one with attention."""
     config: PreTrainedConfig = AutoConfig.for_model(
         "qwen3_5_text",
         vocab_size=8192,

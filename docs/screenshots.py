@@ -1,6 +1,6 @@
 """Take the pictures of a run that the pages show: `python -m docs.screenshots`.
 
-Trains the embedded task in a pseudo-terminal; writes its console, its `loss.png`, its TensorBoard (with Chromium) and the lengths of its
+Trains the built-in toy task in a pseudo-terminal; writes its console, its `loss.png`, its TensorBoard (with Chromium) and the lengths of its
 data to `pictures/`.
 """
 

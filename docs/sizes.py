@@ -107,12 +107,12 @@ def page() -> str:
     lines = [
         "# Recipe, layout and memory by model size",
         "",
-        f"The smallest number of GPUs on which a recipe fits with micro-batches of {most} tokens, and what a GPU then needs, as the engine",
-        "estimates it from shapes when a run begins (`estimated memory of a rank` in its output). `drivetrain sft --dry-run ...` makes a step on your longest",
-        "samples and measures. Written by `python -m docs.sizes`; the estimates are not confirmed on a GPU ([status](status.md)).",
+        f"The tables show the smallest number of GPUs on which a recipe fits with micro-batches of {most} tokens, and the memory that each GPU then needs. The engine",
+        "estimates this memory from shapes when a run begins (`estimated memory of a rank` in its output). To measure it instead, `drivetrain sft --dry-run ...` runs one",
+        "step on your longest samples. `python -m docs.sizes` writes this page. The estimates are not confirmed on a GPU ([status](status.md)).",
         "",
-        "The layout is `--nproc N`, one process for each GPU: parameters, gradients and optimizer state are sharded over all of them",
-        "(`engine.parallel.dp_shard`, by default the number of processes). What is recomputed is chosen by the engine (`engine.recompute=auto`).",
+        "The layout is `--nproc N`, one process for each GPU. Parameters, gradients and optimizer state are sharded over all GPUs",
+        "(`engine.parallel.dp_shard`, by default the number of processes). The engine chooses what is recomputed (`engine.recompute=auto`).",
     ]
     for recipe in RECIPES:
         what = "all weights: kept in float32, computed in bfloat16" if recipe == "sft" else "adapters"
@@ -128,14 +128,14 @@ def page() -> str:
         "",
         "## When it does not fit",
         "",
-        "In this order, since each costs more time than the one before it:",
+        "Try the following in this order, because each step costs more training time than the one before it:",
         "",
         "1. More GPUs: `--nproc`, and `--nnodes` for [several machines](cluster.md).",
-        "2. Smaller micro-batches: `engine.micro_batch.max_tokens` has to hold the longest sample, and no more. The loss stays the same.",
-        "3. Samples longer than a GPU holds: `engine.parallel.cp=2` shares each sequence between two GPUs.",
-        "4. The optimizer's moments on the host: `engine.offload.optimizer=host`; then the parameters: `engine.offload.params=host`.",
+        "2. Smaller micro-batches: `engine.micro_batch.max_tokens` must be at least the length of the longest sample. The loss stays the same.",
+        "3. For samples that do not fit on one GPU: `engine.parallel.cp=2` splits each sequence between two GPUs.",
+        "4. Optimizer moments in host memory: `engine.offload.optimizer=host`; then also the parameters: `engine.offload.params=host`.",
         "5. Adapters instead of all weights: `recipe=sft_lora`.",
-        "6. Layers that do not fit even when sharded, or mixtures over many machines: `engine.backend=mcore` with `engine.parallel.tp`, `pp` and `ep`; see",
+        "6. For layers that do not fit even when sharded, or MoE models on many machines: `engine.backend=mcore` with `engine.parallel.tp`, `pp` and `ep`; see",
         "   [the Megatron-core engine](mcore.md).",
     ]
     return "\n".join(lines) + "\n"

@@ -303,7 +303,7 @@ WITH_STATE = (
     "lfm2_moe",
     "minimax",
 )
-"""The families that have layers with state."""
+"""The families that have recurrent layers."""
 
 COMPARED_UNDER_CP = frozenset(
     {

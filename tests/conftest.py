@@ -99,7 +99,7 @@ def real_commands() -> Iterator[None]:
 
 @pytest.fixture
 def task(tmp_path: Path) -> Path:
-    """A tiny model and forty rows of the embedded task."""
+    """A tiny model and forty rows of the built-in toy task."""
     from helpers.runs import make_task
 
     make_task(tmp_path)

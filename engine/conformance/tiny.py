@@ -19,7 +19,7 @@ STEP_SIZES = ("dt_bias", "dt_proj.bias")
 def tiny_model(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return a plain transformers model whose weights are all perturbed, so that no weight keeps an initial value of 0 or 1.
 
-    The step sizes of layers with state are drawn between 0.001 and 0.01, the lower half of Mamba's range (arXiv:2312.00752, section 3.6),
+    The step sizes of recurrent layers are drawn between 0.001 and 0.01, the lower half of Mamba's range (arXiv:2312.00752, section 3.6),
     so that states last for a document. With larger ones, transformers' own float32 code also computes gradients of decays less exactly.
     """
     with torch.random.fork_rng(devices=[]):

@@ -32,7 +32,7 @@ ALONE = PassSizes(ROWS, 0)
 def pass_sizes(root: PackedModel, topology: Topology | None = None) -> PassSizes:
     """Return the micro-batch sizes for sharing by documents; `ALONE` if they cannot share. Collective over the topology.
 
-    Tries products and attention. Layers with state, encoders of media, adapters of experts and third-party experts combine several tokens
+    Tries products and attention. Recurrent layers, encoders of media, adapters of experts and third-party experts combine several tokens
     in other ways, so documents of models with these do not share micro-batches.
 
     Args:
@@ -158,7 +158,7 @@ class WholeModel:
         if not self.size:
             raise ConfigError(
                 f"{path} cannot be computed exactly on this processor with {torch.get_num_threads()} threads: a token's outputs depend on "
-                "the number of tokens (as in layers with state), or on its row; try OMP_NUM_THREADS=1, or another generator"
+                "the number of tokens (as in recurrent layers), or on its row; try OMP_NUM_THREADS=1, or another generator"
             )
 
     def next_token(self, tokens: Sequence[int], temperature: float, choose: Callable[[Tensor], int]) -> tuple[int, float]:

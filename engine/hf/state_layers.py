@@ -335,7 +335,7 @@ LAYERS: dict[str, type[nn.Module]] = {
     "MiniMaxLightningAttention": LightningLayer,
     "Llama4TextAttention": Llama4Attention,
 }
-"""Class name of transformers' layers with state -> the subclass that replaces it."""
+"""Class name of transformers' recurrent layers -> the subclass that replaces it."""
 
 
 def carry_states_in_documents(model: nn.Module) -> bool:
@@ -353,7 +353,7 @@ def carry_states_in_documents(model: nn.Module) -> bool:
 
 
 def has_state(model: nn.Module) -> bool:
-    """Return whether a model whose layers were replaced by `carry_states_in_documents` has layers with state."""
+    """Return whether a model whose layers were replaced by `carry_states_in_documents` has recurrent layers."""
     return any(isinstance(module, StateLayer) for module in model.modules())
 
 
@@ -364,7 +364,7 @@ def has_biased_state(model: nn.Module) -> bool:
 
 
 def check_context_parallelism(model: nn.Module, family: str, cp: int) -> None:
-    """Check that layers with state can be split over the ranks that share a sequence.
+    """Check that recurrent layers can be split over the ranks that share a sequence.
 
     Raises:
         TopologyError: They cannot be split.

@@ -87,7 +87,7 @@ def _check_delta_net(net: DeltaNet, p: ParallelConfig, family: str) -> None:
     if net.value_heads // p.tp % p.cp:
         raise TopologyError(
             f"engine.parallel.cp={p.cp} does not divide the {net.value_heads // p.tp} value heads that tp={p.tp} leaves on each rank of "
-            f"the layers with state of {family} (linear_num_value_heads={net.value_heads}); use one of "
+            f"the recurrent layers of {family} (linear_num_value_heads={net.value_heads}); use one of "
             f"{_divisors(net.value_heads // p.tp)}"
         )
 

@@ -46,7 +46,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {}),
     ("gemma3_text", {"precision": EXACT}),
     ("llama", {"precision": EXACT}),
-    # Layers with state: by flash-linear-attention where it is installed, in float32 by chunks.
+    # Recurrent layers: by flash-linear-attention where it is installed, in float32 by chunks.
     ("qwen3_next", {}),
     ("nemotron_h", {}),
     ("kimi_linear", {}),

@@ -120,7 +120,7 @@ def test_new_weights_are_used(tmp_path: Path) -> None:
 
 
 def test_what_it_cannot_do_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be computed exactly on this processor .* layers with state"):
+    with pytest.raises(ConfigError, match=r"cannot be computed exactly on this processor .* recurrent layers"):
         build_generator(
             RolloutConfig(model=ModelConfig(path=str(save_tiny_model(tmp_path / "a", "qwen3_next"))), generator="exact")
         )

@@ -182,7 +182,7 @@ def test_a_model_with_few_layers_and_positions_has_rows_that_are_not_run(
 ) -> None:
     from drivetrain.trainers.tasks.addition import write_model
 
-    # Two layers, and fewer positions than the longest of the embedded chats has tokens.
+    # Two layers, and fewer positions than the longest of the built-in chats has tokens.
     write_model(tmp_path / "model", 0)
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": 24}))

@@ -23,7 +23,7 @@ def different(completion: str) -> float:
 
 @pytest.fixture
 def task(tmp_path: Path) -> Path:
-    """The embedded task for a mixture of experts."""
+    """The built-in toy task for a mixture of experts."""
     make_task(tmp_path)
     tokenizer = [f for f in (tmp_path / "model").iterdir() if not f.name.startswith(("model", "config"))]
     save_tiny_model(tmp_path / "mixture", "qwen3_moe", head_dim=16)

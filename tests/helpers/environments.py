@@ -1,4 +1,4 @@
-"""Environments for tests, in the alphabet of the embedded task: digits, + and =."""
+"""Environments for tests, in the alphabet of the built-in toy task: digits, + and =."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Runs of the trainers of reinforcement learning on the embedded task: shared by tests."""
+"""Runs of the trainers of reinforcement learning on the built-in toy task: shared by tests."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Runs of the SFT trainer on the embedded task: shared by tests."""
+"""Runs of the SFT trainer on the built-in toy task: shared by tests."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from drivetrain.trainers.tasks.addition import write_data, write_model
 
 
 def make_task(folder: Path) -> None:
-    """A tiny model and forty rows of the embedded task."""
+    """A tiny model and forty rows of the built-in toy task."""
     write_model(folder / "model", 0)
     write_data(folder / "data", 0)
     for name in ("train", "eval"):

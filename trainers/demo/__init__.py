@@ -1,1 +1,1 @@
-"""The command `drivetrain demo`, which trains a tiny model on embedded tasks."""
+"""The command `drivetrain demo`, which trains a tiny model on built-in toy tasks."""

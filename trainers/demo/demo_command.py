@@ -1,4 +1,4 @@
-"""`drivetrain demo`: train, export and evaluate a tiny model on an embedded task, in a few minutes on two CPU cores. `demo
+"""`drivetrain demo`: train, export and evaluate a tiny model on a built-in toy task, in a few minutes on two CPU cores. `demo
 dpo` and `demo rm` do the same for preference learning, in about a minute, `demo grpo` for reinforcement learning, `demo vision` for chats
 with images, and `demo tinker` for two clients of a training service. `demo prompts FOLDER` trains nothing: it writes prompts and an
 untrained model, to begin with.
@@ -207,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write_prompts(root: Path, seed: int) -> int:
-    """Write the prompts of the embedded task of sums, `data`, and an untrained model, `model`; return 0.
+    """Write the prompts of the built-in toy task of sums, `data`, and an untrained model, `model`; return 0.
 
     Args:
         root: The folder.

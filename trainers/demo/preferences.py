@@ -1,4 +1,4 @@
-"""The commands `drivetrain demo dpo` and `drivetrain demo rm`, which train a tiny model on an embedded preference task.
+"""The commands `drivetrain demo dpo` and `drivetrain demo rm`, which train a tiny model on a built-in preference task.
 
 Two processes train the model until it ranks the evaluation pairs correctly, within limits on steps and time. The accuracy on other held-out
 pairs is measured in plain transformers before and after, and written to `summary.json`.

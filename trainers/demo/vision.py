@@ -1,4 +1,4 @@
-"""The command `drivetrain demo vision`, which trains a tiny vision-language model on an embedded task with images.
+"""The command `drivetrain demo vision`, which trains a tiny vision-language model on a built-in toy task with images.
 
 Two processes train the model on rows with images and rows with only text, until it answers the evaluation questions, within limits on
 steps and time. The accuracy on other held-out questions is measured in plain transformers before and after, and a page of images shows

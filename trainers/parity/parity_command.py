@@ -165,7 +165,7 @@ class Job:
 
     Args:
         folder: The folder of models, references and results.
-        data: A file of samples; None for the embedded samples.
+        data: A file of samples; None for the built-in samples.
         rows: The rows of the table.
         steps: The number of optimizer steps in each row.
         dtype: Either float32 or bfloat16.
@@ -288,8 +288,8 @@ def table(judged: Sequence[dict[str, Any]], references: dict[str, dict[str, Any]
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return 0 if every row that can be run is within its bounds, and there is one."""
     parser = argparse.ArgumentParser(prog="drivetrain parity", description=(__doc__ or "").strip())
-    parser.add_argument("--model", nargs="+", help="folders in Hugging Face format, or families of the embedded tiny models")
-    parser.add_argument("--data", help="file of samples in a format that data.train accepts; default: embedded samples")
+    parser.add_argument("--model", nargs="+", help="folders in Hugging Face format, or families of the built-in tiny models")
+    parser.add_argument("--data", help="file of samples in a format that data.train accepts; default: built-in samples")
     parser.add_argument(
         "--rows",
         nargs="+",

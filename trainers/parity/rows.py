@@ -41,17 +41,17 @@ OPTIM = OptimConfig(lr=1e-4, betas=(0.9, 0.999), weight_decay=0.1)
 # One layer for each stage of pp=4, and for each part of pp=2 with vpp=2.
 LAYERS = 4
 VISION = "qwen2_5_vl"
-"""The embedded tiny model that takes images, and has separate samples."""
+"""The built-in tiny model that takes images, and has separate samples."""
 CHATS, QUESTIONS = 64, 3
 
 
 def model_folder(job: Job, model: str) -> Path:
-    """Return the folder of a row's model, which is the user's or that of an embedded tiny model."""
+    """Return the folder of a row's model, which is the user's or that of a built-in tiny model."""
     return Path(model) if Path(model).is_dir() else Path(job.folder) / model
 
 
 def make_models(job: Job) -> None:
-    """Create the embedded tiny models that the rows need, and the embedded samples.
+    """Create the built-in tiny models that the rows need, and the built-in samples.
 
     Raises:
         ConfigError: A model is neither a folder nor a known family.
@@ -278,7 +278,7 @@ def main(argv: Sequence[str]) -> int:
     logging.set_verbosity_error()
     job = Job.read(argv[0])
     if job.data is None:
-        # That embedded chats are cut would be reported by every process.
+        # That built-in chats are cut would be reported by every process.
         getLogger("drivetrain.trainers.data").setLevel(ERROR)
     try:
         if argv[1] == "reference":

@@ -1,4 +1,4 @@
-"""The embedded task, in which a tiny model learns to add: its data, tokenizer and untrained model, generated from a seed.
+"""The built-in toy task, in which a tiny model learns to add: its data, tokenizer and untrained model, generated from a seed.
 
 Every unordered pair of operands is in exactly one split: training, evaluation during training (which may decide when it ends), or test
 afterwards. So no answer of the latter two can have been memorized.

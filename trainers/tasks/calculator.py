@@ -1,4 +1,4 @@
-"""The embedded task with a tool: sums that are too large for a tiny model, and a calculator that it may call.
+"""The built-in toy task with a tool: sums that are too large for a tiny model, and a calculator that it may call.
 
     <user>123+456=<assistant>123+456<end><tool>579<assistant>579<end>
 

@@ -1,4 +1,4 @@
-"""The embedded preference task: of two numbers that begin with the given digit, the one with rising digits is better.
+"""The built-in preference task: of two numbers that begin with the given digit, the one with rising digits is better.
 
 Both numbers have the same digits, so a preference for certain digits does not help. The data are generated from a seed. Every
 chosen number is in exactly one split: training, evaluation during training, or test.

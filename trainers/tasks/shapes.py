@@ -1,4 +1,4 @@
-"""The embedded task with images: how many shapes of which color and form are in an image of 32 x 32 pixels.
+"""The built-in toy task with images: how many shapes of which color and form are in an image of 32 x 32 pixels.
 
 A tiny vision-language model is trained on chats, some of which have no image and ask for a sum, or with rewards for correct numbers.
 Everything is generated from a seed, and no image of the evaluation or test split is in the training split.

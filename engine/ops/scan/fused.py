@@ -31,7 +31,7 @@ TAPS = (2, 3, 4)
 
 
 PACKAGES = ("fla", "causal_conv1d", "mamba_ssm")
-"""The packages whose kernels transformers calls in layers with state."""
+"""The packages whose kernels transformers calls in recurrent layers."""
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def gated_backward_is_refused() -> bool:
     refused = hopper and version >= "3.4.0" and version < "3.7.1"
     if refused:
         log.warning(
-            "layers with state run in PyTorch, slower than with flash-linear-attention, which refuses gated layers on Hopper GPUs with "
+            "recurrent layers run in PyTorch, slower than with flash-linear-attention, which refuses gated layers on Hopper GPUs with "
             "Triton %s, because their gradients would be wrong; install Triton 3.7.1 or later",
             version,
         )

@@ -1,4 +1,4 @@
-"""The parts of layers with state between their projections: convolution, decays and scan, split by heads under context parallelism.
+"""The parts of recurrent layers between their projections: convolution, decays and scan, split by heads under context parallelism.
 
 Each rank of the group projects its slice of the tokens. Inside, it has all tokens with a slice of the heads, and the same slice of every
 per-head parameter. Axes: t tokens of a rank, T all tokens, G key heads or groups, H value heads, K key or state size, V value size, C

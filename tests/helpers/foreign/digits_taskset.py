@@ -22,7 +22,7 @@ class DigitsTask(vf.Task[DigitsData]):
 
 
 class DigitsTaskset(vf.Taskset[DigitsTask]):
-    """Tasks in the alphabet of the embedded one."""
+    """Tasks in the alphabet of the built-in one."""
 
     def load(self) -> Iterator[DigitsTask]:
         for number in range(100):
