@@ -21,7 +21,7 @@ _SUMMARY = "clipped at 0.2, mean over tokens"
 
 
 @estimator(
-    "grpo", "reward less the mean of the group, over its standard deviation", paper="Shao et al. 2024, arXiv:2402.03300"
+    "grpo", "reward minus the mean of the group, divided by its standard deviation", paper="Shao et al. 2024, arXiv:2402.03300"
 )
 @dataclass(frozen=True, kw_only=True)
 class GRPOEstimator(Estimator):
@@ -60,7 +60,7 @@ class PassAtKEstimator(Estimator):
         return pass_at_k(x.rewards(), x.groups(), scale=self.scale), None
 
 
-@estimator("rloo", "reward less the mean of the other completions", paper="Ahmadian et al. 2024, arXiv:2402.14740")
+@estimator("rloo", "reward minus the mean of the other completions", paper="Ahmadian et al. 2024, arXiv:2402.14740")
 @dataclass(frozen=True, kw_only=True)
 class RLOOEstimator(Estimator):
     """See `losses.advantages.rloo`."""
@@ -71,7 +71,7 @@ class RLOOEstimator(Estimator):
         return rloo(x.rewards(), x.groups()), None
 
 
-@estimator("opo", "reward less the mean of the group, weighted by length", paper="Hao et al. 2025, arXiv:2505.23585")
+@estimator("opo", "reward minus the mean of the group, weighted by length", paper="Hao et al. 2025, arXiv:2505.23585")
 @dataclass(frozen=True, kw_only=True)
 class OPOEstimator(Estimator):
     """See `losses.advantages.opo`."""
@@ -84,7 +84,7 @@ class OPOEstimator(Estimator):
 
 @estimator(
     "gpg",
-    "reward less the mean of the group, scaled up for groups of equal rewards",
+    "reward minus the mean of the group, scaled up for groups of equal rewards",
     paper="Chu et al. 2025, arXiv:2504.02546",
 )
 @dataclass(frozen=True, kw_only=True)

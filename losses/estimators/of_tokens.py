@@ -86,7 +86,7 @@ class ReinforcePlusPlusEstimator(Estimator):
         return _whitened(advantages, x, reduce) if self.whiten else advantages
 
 
-@estimator("reinforce_plus_plus_baseline", "reward less the mean of the group, whitened", paper="Hu 2025, arXiv:2501.03262")
+@estimator("reinforce_plus_plus_baseline", "reward minus the mean of the group, whitened", paper="Hu 2025, arXiv:2501.03262")
 @dataclass(frozen=True, kw_only=True)
 class ReinforcePlusPlusBaselineEstimator(Estimator):
     """See `losses.advantages.reinforce_plus_plus_baseline`.
@@ -109,7 +109,7 @@ class ReinforcePlusPlusBaselineEstimator(Estimator):
 
 @estimator(
     "turn_grpo",
-    "return of a turn less the mean of the turns of the same number in the group, over their standard deviation; for environments",
+    "return of a turn minus the mean of the turns of the same number in the group, divided by their standard deviation; for environments",
     paper="Ding et al. 2025, arXiv:2511.14846",
 )
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ class TurnGRPOEstimator(Estimator):
         return turn_grpo(x.token_rewards(), turns, x.groups(), x.mask, self.gamma, scale=self.scale), None
 
 
-@estimator("remax", "reward less that of the most likely completion", paper="Li et al. 2024, arXiv:2310.10505")
+@estimator("remax", "reward minus the reward of the greedy completion", paper="Li et al. 2024, arXiv:2310.10505")
 @dataclass(frozen=True, kw_only=True)
 class ReMaxEstimator(Estimator):
     """See `losses.advantages.remax`.
@@ -159,7 +159,7 @@ class ReMaxEstimator(Estimator):
 
 @estimator(
     "optimal_token_baseline",
-    "return less a baseline of each token position of the group; one more pass for the actor's distributions",
+    "return minus a baseline of each token position of the group; one more pass for the actor's distributions",
     paper="Weaver and Tao 2001, arXiv:1301.2315",
 )
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from drivetrain.losses.objectives.clipped import ClippedObjective
 from helpers.search_path import python_path
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = re.search(r"### An algorithm of your own.*?```python\n(.*?)```", (ROOT / "docs" / "rl.md").read_text(), re.DOTALL)
+EXAMPLE = re.search(r"### Write your own algorithm.*?```python\n(.*?)```", (ROOT / "docs" / "rl.md").read_text(), re.DOTALL)
 ESTIMATOR = '''
 """Estimators for a test."""
 
