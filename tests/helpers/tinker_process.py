@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,10 +22,9 @@ class TinkerProcess:
     """
 
     def __init__(self, folder: Path, state: Path, *options: str, name: str = "tiny") -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        words = ["tinker", f"{name}={folder}", "--port", str(self.port), "--state", str(state), *options]
+        # The first start takes a free port, and prints it; a restart has the same one, which clients know.
+        self.port = 0
+        words = ["tinker", f"{name}={folder}", "--state", str(state), *options]
         self._command = [sys.executable, "-m", "drivetrain.cli", *words]
         self._environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         self.start()
@@ -34,13 +32,18 @@ class TinkerProcess:
     def start(self) -> None:
         # A group of its own, so that a kill meets all of it.
         self.process = subprocess.Popen(
-            self._command, env=self._environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+            [*self._command, "--port", str(self.port)],
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         assert self.process.stdout is not None
         lines = []
         for line in self.process.stdout:
             lines.append(line)
             if line.startswith("training service for"):
+                self.port = int(line.rpartition(":")[2])
                 return
         raise AssertionError("".join(lines))
 
