@@ -54,9 +54,8 @@ class WritePlan:
         """Describe the plan for the user, one string per line."""
         lines = [f"{self.origin} -> {self.output}"]
         # Only an export can be there, since the plan was checked against the folder.
-        lines += (
-            ["  replaces the earlier export in this folder"] if self.output.is_dir() and any(self.output.iterdir()) else []
-        )
+        if self.output.is_dir() and any(self.output.iterdir()):
+            lines.append("  replaces the earlier export in this folder")
         for name, part in self.folder.files.items():
             size = sum(tensor_bytes(*entry) for entry in part.values())
             kinds = ", ".join(sorted({dtype for dtype, _ in part.values()}))

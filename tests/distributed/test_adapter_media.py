@@ -125,13 +125,14 @@ def rank_layout(folder: str, layout: dict[str, Any], backend: str) -> float:
     return worst_difference(folder, "qwen3_vl", parallel=ParallelConfig(**layout), **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nproc", "backend", "layout"),
     [
-        pytest.param(2, "fsdp", {}, marks=pytest.mark.slow),
-        pytest.param(2, "fsdp", {"cp": 2}, marks=pytest.mark.slow),
-        pytest.param(1, "mcore", {}, marks=pytest.mark.slow),
-        pytest.param(2, "mcore", {"tp": 2}, marks=pytest.mark.slow),
+        (2, "fsdp", {}),
+        (2, "fsdp", {"cp": 2}),
+        (1, "mcore", {}),
+        (2, "mcore", {"tp": 2}),
     ],
 )
 def test_every_layout_has_the_same_numbers(tmp_path: Path, nproc: int, backend: str, layout: dict[str, int]) -> None:

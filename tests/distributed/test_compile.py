@@ -64,7 +64,8 @@ def lengths_of(step: int) -> list[int]:
     return [2 + (7 * step + 3 * i) % 19 for i in range(1 + step % 4)]
 
 
-@pytest.mark.parametrize("mode", [pytest.param(mode, marks=pytest.mark.slow) for mode in ("none", "full", "selective")])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_layers_are_compiled_once_for_all_lengths(
     mode: Any, counted: CountingBackend, tmp_path: Path, process_group: None
 ) -> None:
@@ -111,14 +112,12 @@ def test_a_break_in_a_checkpointed_layer_sends_it_to_eager_mode(
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "mode"),
     [
-        *(pytest.param("qwen3", mode, marks=pytest.mark.slow) for mode in ("none", "full", "selective")),
-        *(
-            pytest.param(family, "full", marks=pytest.mark.slow)
-            for family in ("gemma2", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_moe", "phi3")
-        ),
+        *(("qwen3", mode) for mode in ("none", "full", "selective")),
+        *((family, "full") for family in ("gemma2", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_moe", "phi3")),
     ],
 )
 def test_compiled_layers_change_no_number(

@@ -57,11 +57,12 @@ def test_fsdp_conforms_with_other_families(family: str) -> None:
     run_ranks(rank_checks, 2, {}, ["reference", "weights", "infer", "checkpoint"], family)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nproc", "axes"),
     [
-        pytest.param(2, {"dp_shard": 2, "ep": 2}, marks=slow),
-        pytest.param(4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, marks=slow),
+        (2, {"dp_shard": 2, "ep": 2}),
+        (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
     ],
 )
 def test_fsdp_conforms_with_experts_over_ranks(nproc: int, axes: dict[str, Any]) -> None:

@@ -91,11 +91,12 @@ def test_attention_over_whole_documents_is_seen(tmp_path: Path, monkeypatch: pyt
         assert gaps(folder, generator)[0] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "generator"),
     [
         *(
-            pytest.param(family, name, marks=pytest.mark.slow)
+            (family, name)
             for family in ("llama", "qwen3", "gemma3_text", "qwen3_moe", "gpt_oss")
             for name in ("static", "continuous")
         ),

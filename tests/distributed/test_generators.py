@@ -102,10 +102,11 @@ def test_other_families_conform(family: str, capsys: pytest.CaptureFixture[str])
 NOT_PAGED = ("kimi_linear", "zamba2", "llama4_text")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        pytest.param(family, name, marks=pytest.mark.slow)
+        (family, name)
         for family in (*WITH_STATE, "llama4_text")
         for name in ("static", "continuous")
         if name == "static" or family not in NOT_PAGED

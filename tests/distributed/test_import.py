@@ -75,13 +75,14 @@ def in_transformers(folder: Path, want: dict[str, Tensor]) -> None:
     assert all(torch.equal(got[n], want[n]) for n in want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [
-        pytest.param("qwen2", (2,), marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", (2,), marks=pytest.mark.slow),
-        pytest.param("llama", (2, 2), marks=pytest.mark.slow),
-        pytest.param("qwen3_vl", (2,), marks=pytest.mark.slow),
+        ("qwen2", (2,)),
+        ("qwen3_moe", (2,)),
+        ("llama", (2, 2)),
+        ("qwen3_vl", (2,)),
     ],
 )
 def test_a_dcp_folder_of_an_fsdp_run(family: str, mesh: tuple[int, ...], tmp_path: Path) -> None:
@@ -195,13 +196,14 @@ def rank_local(folder: str, axes: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "axes"),
     [
-        pytest.param("llama", {"pp": 2}, marks=pytest.mark.slow),
-        pytest.param("qwen2", {"tp": 2}, marks=pytest.mark.slow),
-        pytest.param("qwen3", {"tp": 2}, marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", {"ep": 2}, marks=pytest.mark.slow),
+        ("llama", {"pp": 2}),
+        ("qwen2", {"tp": 2}),
+        ("qwen3", {"tp": 2}),
+        ("qwen3_moe", {"ep": 2}),
     ],
 )
 def test_a_torch_dist_folder_of_megatron(family: str, axes: dict[str, Any], tmp_path: Path) -> None:

@@ -50,14 +50,15 @@ def rank_checks(axes: dict[str, Any], names: list[str], family: str) -> None:
             CHECKS[name](made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nproc", "axes", "family"),
     [
-        pytest.param(1, {}, "qwen3", marks=pytest.mark.slow),
-        pytest.param(2, {"dp_shard": 2}, "qwen2", marks=pytest.mark.slow),
-        pytest.param(2, {"tp": 2, "tp_sequence": True}, "qwen3", marks=pytest.mark.slow),
-        pytest.param(2, {"pp": 2}, "llama", marks=pytest.mark.slow),
-        pytest.param(4, {"tp": 2, "tp_sequence": True, "cp": 2, "ep": 2}, "qwen3_moe", marks=pytest.mark.slow),
+        (1, {}, "qwen3"),
+        (2, {"dp_shard": 2}, "qwen2"),
+        (2, {"tp": 2, "tp_sequence": True}, "qwen3"),
+        (2, {"pp": 2}, "llama"),
+        (4, {"tp": 2, "tp_sequence": True, "cp": 2, "ep": 2}, "qwen3_moe"),
     ],
 )
 def test_mcore_conforms(nproc: int, axes: dict[str, Any], family: str) -> None:
@@ -74,12 +75,13 @@ def rank_families(axes: dict[str, Any], families: list[str]) -> None:
         rank_checks(axes, ["reference", "weights"], family)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
     [
-        pytest.param({"tp": 2, "tp_sequence": True}, marks=pytest.mark.slow),
-        pytest.param({"pp": 2}, marks=pytest.mark.slow),
-        pytest.param({"cp": 2}, marks=pytest.mark.slow),
+        {"tp": 2, "tp_sequence": True},
+        {"pp": 2},
+        {"cp": 2},
     ],
 )
 def test_families_with_windows_caps_sandwich_norms_and_latents_conform(axes: dict[str, Any]) -> None:

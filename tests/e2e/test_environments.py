@@ -154,9 +154,8 @@ def test_limits_end_episodes(task: Path, tmp_path: Path, caplog: pytest.LogCaptu
     assert 40 < record["length_max"] + record["observation_tokens"] < 64
 
 
-@pytest.mark.parametrize(
-    "trouble", [pytest.param(name, marks=pytest.mark.slow) for name in ("error", "text", "unknown_tokens", "die")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("trouble", ["error", "text", "unknown_tokens", "die"])
 def test_a_failure_is_counted_and_never_a_reward(
     task: Path, tmp_path: Path, trouble: str, stored: list[tuple[PackedBatch, Sequence[Completion]]]
 ) -> None:

@@ -287,9 +287,8 @@ def test_a_reward_model_on_pictures_equals_plain_transformers(task: Path, scored
     assert (tmp_path / "run" / "hf" / "preprocessor_config.json").is_file()
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen2_5_omni_thinker", "gemma4")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_omni_thinker", "gemma4"])
 def test_sft_on_images_videos_and_audio_equals_plain_transformers(family: str, tmp_path: Path) -> None:
     """Of the fields and tokens whose equality with the families' own processors has tests of its own."""
     folder = save_media_model(tmp_path / "model", family)

@@ -21,7 +21,7 @@ START_STEPS, START_MINUTES = 2000, 10
 
 @dataclass(frozen=True, kw_only=True)
 class RLTask:
-    """An built-in toy task that is trained with rewards.
+    """A built-in toy task that is trained with rewards.
 
     Args:
         make: The step that writes its data and its untrained model.
