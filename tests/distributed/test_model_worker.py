@@ -502,7 +502,8 @@ def test_a_controller_in_python_may_be_rank_0() -> None:
         (["--transport", "zmq://host:5555"], {}, "can be reached by other machines, so it needs keys; give --keys-fd"),
         (["--transport", "zmq://host"], {}, "has no port"),
         (["--transport", "zmq:///" + "x" * 200], {}, "is too long for a socket"),
-        (["--transport", "zmq://h:1", "--keys-fd", "99"], {}, "--keys-fd 99 does not hold CURVE keys"),
+        # Reading closes the descriptor, so its number is one that no test of this process can have open.
+        (["--transport", "zmq://h:1", "--keys-fd", "2147483647"], {}, "--keys-fd 2147483647 does not hold CURVE keys"),
         (["--watchdog", "init=soon"], {}, "--watchdog init=soon; pass seconds"),
         (["--watchdog", "bogus=3"], {}, "there is no operation 'bogus'; there are hello"),
         (["--watchdog", "init=nan"], {}, "watchdog of init=nan; it must be at least 0"),
