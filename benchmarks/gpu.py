@@ -4,7 +4,7 @@
     torchrun --nproc-per-node N -m benchmarks.gpu --part fsdp
 
 Qwen3 shapes with random weights, which are drawn once, on the device; packed documents, two micro-batches per step and rank, AdamW,
-clipping. The results are medians. `bare` is a loop without abstractions that uses the same kernels, number formats and reductions. TRL is
+clipping. The results are medians. `bare` is a loop without abstractions that uses the same kernels, dtypes and reductions. TRL is
 included if it is installed. On one GPU, every case runs in a separate process, so that none inherits memory or compiled code. `--json` is
 written after every row, and a call that finds rows in it continues after them; no case starts after `--seconds`. A case that runs out of
 memory is one line of the table. The peak rates of the card (a large bfloat16 GEMM, a copy) are measured in the same run. The model is 4B

@@ -75,7 +75,7 @@ class Case:
         task: The loss.
         recompute: `engine.recompute`.
         compiled: Whether layers are compiled.
-        params: The number format of the parameters; only TRL uses others than float32.
+        params: The dtype of the parameters; only TRL uses others than float32.
         options: More settings of the engine.
     """
 

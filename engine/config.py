@@ -294,7 +294,7 @@ class ModelConfig(Settings):
         "and audio encoders",
     )
     quantization: Literal["none", "int8", "nf4"] = setting(
-        "none", "number format of the frozen base model under adapters (QLoRA); no built-in backend supports others than none"
+        "none", "dtype of the frozen base model under adapters (QLoRA); no built-in backend supports others than none"
     )
     overrides: dict[str, Any] = setting(
         factory=dict,
@@ -341,19 +341,19 @@ class ParallelConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Settings):
-    """The number formats of parameters, computation and gradient reduction."""
+    """The dtypes of parameters, computation and gradient reduction."""
 
     section: ClassVar[str] = "engine.precision"
 
     params: DType = setting(
         "float32",
-        "number format of the stored parameters and the optimizer state; bfloat16 only with adapters or without training",
+        "dtype of the stored parameters and the optimizer state; bfloat16 only with adapters or without training",
     )
     compute: Compute = setting(
         "auto",
-        "number format of matrix products and activations; auto: bfloat16 on CUDA, otherwise the format of the parameters",
+        "dtype of matrix products and activations; auto: bfloat16 on CUDA, otherwise that of the parameters",
     )
-    reduce: DType = setting("float32", "number format of gradient reduction between ranks")
+    reduce: DType = setting("float32", "dtype of gradient reduction between ranks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,7 +390,9 @@ class EngineConfig(Settings):
 
     backend: str = setting("fsdp", "name of the backend; `drivetrain backends` lists them")
     parallel: ParallelConfig = setting(factory=ParallelConfig, help="parallel layout")
-    precision: PrecisionConfig = setting(factory=PrecisionConfig, help="number formats")
+    precision: PrecisionConfig = setting(
+        factory=PrecisionConfig, help="dtypes of parameters, computation and gradient reduction"
+    )
     micro_batch: MicroBatchConfig = setting(factory=MicroBatchConfig, help="token budgets")
     recompute: Recompute = setting(
         "none",

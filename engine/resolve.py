@@ -19,7 +19,7 @@ MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 
 
 def compute_dtype(precision: PrecisionConfig, *, cuda: bool) -> DType:
-    """Return the number format of matrix products: for `auto`, bfloat16 on CUDA and the format of the parameters elsewhere."""
+    """Return the dtype of matrix products: for `auto`, bfloat16 on CUDA and the dtype of the parameters elsewhere."""
     if precision.compute != "auto":
         return precision.compute
     return "bfloat16" if cuda and precision.params == "float32" else precision.params
@@ -109,7 +109,7 @@ def activation_bytes(shape: ModelShape, config: EngineConfig, p: ParallelConfig,
 
     Args:
         shape: The model's shapes.
-        config: The settings, with `compile` and the number formats resolved.
+        config: The settings, with `compile` and the dtypes resolved.
         p: The resolved layout.
         tokens: The number of tokens in a micro-batch.
     """

@@ -208,7 +208,7 @@ class BaseGenerator(ABC):
             self._fail(
                 stream,
                 ModelError(
-                    f"rollout: {self.config.model.path} computes NaN or infinity for this prompt; its weights or its number format "
+                    f"rollout: {self.config.model.path} computes NaN or infinity for this prompt; its weights or its dtype "
                     f"(dtype={self.config.dtype}) are at fault"
                 ),
             )

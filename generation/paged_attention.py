@@ -1,4 +1,4 @@
-"""Attention for continuous batching without a kernel that reads pages. It is registered at transformers' extension point; nothing is patched.
+"""Attention for continuous batching without a kernel that reads pages. Registered with transformers' `AttentionInterface`.
 
 On such devices, transformers' own implementation computes the logits of every token with every key of the batch, and masks all but the
 token's own; its mask is allocated for a full batch and a full cache from the start. Here a request's tokens only attend to its own keys.

@@ -1,4 +1,4 @@
-"""Our packed attention, registered at transformers' own extension point. Nothing is patched.
+"""Our packed attention, registered with transformers' `AttentionInterface`.
 
 No mask function is registered under the name, so transformers builds no mask. The name must not contain "flash", or
 transformers would prepare arguments for its own kernels.

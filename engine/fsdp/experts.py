@@ -1,6 +1,6 @@
 """Expert parallelism for any mixture of experts that transformers dispatches through its experts interface.
 
-Nothing is patched. Each rank of an expert-parallel group holds some of the experts, and all-to-alls send tokens to the
+Each rank of an expert-parallel group holds some of the experts, and all-to-alls send tokens to the
 experts and back. The ranks of a shard group (dp_shard x cp) form a grid `[expert dp, ep]`; experts are sharded again over
 expert dp, among the ranks that hold the same ones.
 

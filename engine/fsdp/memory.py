@@ -23,13 +23,13 @@ def memory_needs(
 
     Args:
         shape: The model's shapes.
-        config: The settings, with `compile` and the number formats resolved.
+        config: The settings, with `compile` and the dtypes resolved.
         options: The settings specific to this backend.
         optim: The optimizer; None for inference.
         p: The resolved layout.
         ranks: The number of ranks.
         device: The type of the device.
-        wrapped: Whether FSDP holds the parameters, because they are sharded, offloaded, or computed in another number format.
+        wrapped: Whether FSDP holds the parameters, because they are sharded, offloaded, or computed in another dtype.
     """
     params, compute = ITEMSIZE[config.precision.params], ITEMSIZE[config.precision.compute]
     shards = (p.dp_shard or 1) * p.cp

@@ -117,7 +117,7 @@ def _policy(root: nn.Module, config: EngineConfig) -> MixedPrecisionPolicy:
 
 
 def needs_fsdp(root: nn.Module, config: EngineConfig) -> bool:
-    """Return whether a model that is not split over ranks needs FSDP anyway, for its number formats or for offloading."""
+    """Return whether a model that is not split over ranks needs FSDP anyway, for its dtypes or for offloading."""
     policy = _policy(root, config)
     return policy.param_dtype is not None or policy.reduce_dtype is not None or config.offload.params != "none"
 

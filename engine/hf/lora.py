@@ -192,7 +192,7 @@ def add_adapters(model: PreTrainedModel, config: PeftLoraConfig, lora: LoraConfi
             )
         module.to(wide).requires_grad_(True)
     if tied:
-        # Tie again, because a change of the number format may have replaced the embeddings' tensor.
+        # Tie again, because a change of the dtype may have replaced the embeddings' tensor.
         model.tie_weights()
 
 

@@ -1,6 +1,6 @@
-"""Layers that carry a state along the sequence: subclasses of transformers' own that stop at the boundaries of packed documents.
+"""Recurrent layers: subclasses of transformers' own whose state starts anew at the boundaries of packed documents.
 
-Nothing is patched: as FSDP does with the modules that it wraps, the class of each such module is replaced with a subclass, which has the
+No function of transformers is replaced: as FSDP does with the modules that it wraps, the class of each such module is replaced with a subclass, which has the
 same parameters but our own `forward`.
 
 Axes: t tokens of a rank, H hidden size; those of `mixers`.

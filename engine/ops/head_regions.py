@@ -17,7 +17,7 @@ from torch import Tensor
 from ..torch_private import compile_settings
 
 GRAPHS = 64
-"""The maximum number of graphs for all heads of a process: one per combination of number formats, outputs and gradients."""
+"""The maximum number of graphs for all heads of a process: one per combination of dtypes, outputs and gradients."""
 
 
 class ChunkOutputs(NamedTuple):

@@ -143,9 +143,7 @@ class Embedder:
         rows = self._packed(chosen) if self.packs else self._padded(chosen)
         rows = self._finish(rows).float().cpu()
         if not bool(torch.isfinite(rows).all()):
-            raise ModelError(
-                f"{self._config.model.path} computes NaN or infinity; its weights or its number format are at fault"
-            )
+            raise ModelError(f"{self._config.model.path} computes NaN or infinity; its weights or its dtype are at fault")
         for i, row in zip(batch, rows, strict=True):
             embeddings[i] = row
 

@@ -150,7 +150,7 @@ def test_a_generator_goes_on_with_them(tmp_path: Path, name: str) -> None:
     ("base", "dtype"),
     [("bfloat16", "float32"), pytest.param("bfloat16", "bfloat16", marks=pytest.mark.slow), ("float32", "bfloat16")],
 )
-def test_all_weights_are_those_of_a_policy_in_another_number_format(tmp_path: Path, base: str, dtype: str) -> None:
+def test_all_weights_are_those_of_a_policy_in_another_dtype(tmp_path: Path, base: str, dtype: str) -> None:
     """Those without adapters too, which a policy in 16 bits has rounded."""
     folder = save_tiny_model(tmp_path / "model", "qwen3")
     precision = {} if base == "float32" else {"params": base, "compute": base}

@@ -194,7 +194,7 @@ def test_a_value_model_is_a_classifier_of_one_label(
                 assert torch.allclose(scores(**batch).logits[:, 0], want[bounds], atol=1e-5)
 
 
-def test_another_number_format_on_request(trained: tuple[BaseEngine, str], tmp_path: Path) -> None:
+def test_another_dtype_on_request(trained: tuple[BaseEngine, str], tmp_path: Path) -> None:
     merge(trained[1], tmp_path / "out", dtype="bfloat16")
     stored = load_file(tmp_path / "out" / "model.safetensors")
     with trained[0].named_weights() as stream:

@@ -162,7 +162,7 @@ sft engine.share_prefixes=maybe  =>  engine.share_prefixes=maybe; it must be one
 sft lr=1e-4  =>  unknown setting 'lr'; did you mean 'optim.lr'? (--help lists all settings)
 sft learning_rate=1e-4  =>  unknown setting 'learning_rate'; did you mean 'optim.lr'? (--help lists all settings)
 sft per_device_train_batch_size=4  =>  unknown setting 'per_device_train_batch_size'; did you mean 'data.batch_size'? (--help lists all set
-sft bf16=true  =>  unknown setting 'bf16': the number format is engine.precision.compute, by default bfloat16 on GPUs; 
+sft bf16=true  =>  unknown setting 'bf16': the dtype is engine.precision.compute, by default bfloat16 on GPUs; 
 sft deepspeed=ds.json  =>  unknown setting 'deepspeed': the model is sharded over all processes of --nproc; other layouts are e
 sft fsdp=full_shard  =>  unknown setting 'fsdp': the model is sharded over all processes of --nproc; other layouts are engine
 sft report_to=wandb  =>  unknown setting 'report_to'; did you mean 'trainer.loggers'? (--help lists all settings)

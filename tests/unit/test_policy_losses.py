@@ -731,7 +731,7 @@ def test_equal_rewards_are_no_advantage_and_whole_numbers_are_numbers() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float16, torch.bfloat16, torch.bool])
-def test_rewards_of_any_number_format_are_computed_in_float32(dtype: torch.dtype) -> None:
+def test_rewards_of_any_dtype_are_computed_in_float32(dtype: torch.dtype) -> None:
     rewards, mask, groups = torch.tensor([0, 0, 0, 1]), torch.ones(4, 2, dtype=torch.int64), torch.tensor([0, 0, 1, 1])
     wanted, given = rewards.double(), rewards.to(dtype)
 

@@ -1,4 +1,4 @@
-"""What `auto` means: number formats, compilation, recomputation, and when gradients are reduced."""
+"""What `auto` means: dtypes, compilation, recomputation, and when gradients are reduced."""
 
 from typing import Any
 

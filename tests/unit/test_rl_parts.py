@@ -100,7 +100,7 @@ class WithGenerator:
     def __getitem__(self, role: str) -> Any:
         return self
 
-    def number_format(self) -> dict[str, str]:
+    def dtype_and_device(self) -> dict[str, str]:
         return self._numbers
 
 
@@ -122,7 +122,8 @@ class WithGenerator:
             r"quantized \(int8\)",
         ),
         (["model.lora.rank=4", "model.quantization=int8"], "float32", "cpu", "truncate", r"quantized \(int8\)"),
-        (["rl.old_log_probs=rollout"], "bfloat16", "cuda", "none", None),
+        (["rl.old_log_probs=rollout"], "bfloat16", "cuda", "none", "rl.old_log_probs=rollout takes"),
+        (["rl.algorithm=online_dpo"], "bfloat16", "cuda", "none", "has no importance ratio"),
         (["rl.importance=none"], "bfloat16", "cuda", "none", None),
         (["rl.importance=mask"], "float32", "cpu", "mask", None),
     ],
@@ -380,5 +381,5 @@ def test_the_recipes_can_be_read() -> None:
         (("engine.precision.compute=float16",), "float32"),
     ],
 )
-def test_the_number_format_of_the_generator(words: tuple[str, ...], dtype: str) -> None:
+def test_the_dtype_of_the_generator(words: tuple[str, ...], dtype: str) -> None:
     assert rollout_config(config(*words)).dtype == dtype

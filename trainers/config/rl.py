@@ -58,10 +58,10 @@ class RLSettings(Settings):
     critic_clip: float = setting(0.5, "how far a value may move in a step before its loss is clipped; 0: no clipping")
     kl_target: float | None = setting(
         None,
-        "target KL divergence per completion, in nats, to which rl.advantage.kl_coef is adapted; null: constant coefficient",
+        "target of the KL divergence per completion, in nats: the weight of the KL penalty, rl.loss.kl_coef or rl.advantage.kl_coef, is raised after a step above it and lowered after a step below it; null: constant weight",
     )
     kl_horizon: int = setting(
-        10000, "number of completions over which an adapted rl.advantage.kl_coef changes by at most a fifth"
+        10000, "number of completions over which an adapted weight of the KL penalty changes by at most a fifth"
     )
     reward_clip: float | None = setting(None, "largest absolute value of a completion's reward; null: no clipping")
     reward_norm: RewardNorm = setting(
@@ -85,7 +85,7 @@ class RLSettings(Settings):
     )
     importance: Literal["auto", "none", "truncate", "mask"] = setting(
         "auto",
-        "importance weights that correct the difference between actor and generator; truncate: clip weights at the upper bound; mask: exclude tokens or completions whose weight is out of bounds from the loss; auto: truncate if the generator's numerics differ from the actor's (bfloat16, vLLM, quantized weights), otherwise none",
+        "importance weights that correct the difference between actor and generator; truncate: clip weights at the upper bound; mask: exclude tokens or completions whose weight is out of bounds from the loss; auto: truncate if the generator's numerics differ from the actor's (bfloat16, vLLM, quantized weights) or its weights may be older (rl.staleness above 0), otherwise none",
     )
     importance_level: Level = setting("token", "whether an importance weight is per token or per completion")
     importance_bounds: tuple[float, float] = setting(
@@ -187,7 +187,7 @@ class RolloutSettings(Settings):
     )
     dtype: Literal["float32", "bfloat16"] | None = setting(
         None,
-        "number format of the generator's weights; null: bfloat16 if engine.precision.compute is or resolves to bfloat16, otherwise float32",
+        "dtype of the generator's weights; null: bfloat16 if engine.precision.compute is or resolves to bfloat16, otherwise float32",
     )
     max_batch_size: int = setting(256, "number of completions that a process generates at the same time")
     max_batch_total_tokens: int | None = setting(

@@ -56,7 +56,7 @@ ALWAYS = {
     ),
     **dict.fromkeys(
         ("bf16", "fp16"),
-        "the number format is engine.precision.compute, by default bfloat16 on GPUs; weights are trained in float32",
+        "the dtype is engine.precision.compute, by default bfloat16 on GPUs; weights are trained in float32",
     ),
     **dict.fromkeys(
         ("deepspeed", "fsdp", "fsdp_config", "zero_stage", "ddp"),

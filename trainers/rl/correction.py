@@ -28,7 +28,7 @@ def resolve_importance(config: RLConfig, group: WorkerGroup) -> RLConfig:
     if config.rl.importance != "auto":
         return config
     if "rollout" in group.roles:
-        generator: Mapping[str, str] = group["rollout"].number_format()
+        generator: Mapping[str, str] = group["rollout"].dtype_and_device()
     else:
         # The completions come from a bundle.
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,11 +37,13 @@ def resolve_importance(config: RLConfig, group: WorkerGroup) -> RLConfig:
     reason = difference(config, generator)
     if reason is None and config.rl.staleness:
         reason = f"completions may be up to {config.rl.staleness} steps old"
-    unused = config.rl.old_log_probs == "rollout" or config.rl.algorithm == "online_dpo"
-    importance: Literal["none", "truncate"] = "none" if unused or reason is None else "truncate"
-    if not unused:
-        why = reason or "the generator computes the same numbers as the actor"
-        log.info("importance correction: %s, since %s (rl.importance=auto)", importance, why)
+    importance: Literal["none", "truncate"] = "none" if reason is None else "truncate"
+    why = reason or "the generator computes the same numbers as the actor"
+    if config.rl.old_log_probs == "rollout":
+        importance, why = "none", "rl.old_log_probs=rollout takes the generator's log-probabilities as the old ones"
+    elif config.rl.algorithm == "online_dpo":
+        importance, why = "none", "the loss of rl.algorithm=online_dpo has no importance ratio"
+    log.info("importance correction: %s, since %s (rl.importance=auto)", importance, why)
     return replace(config, rl=replace(config.rl, importance=importance))
 
 

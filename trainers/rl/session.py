@@ -75,7 +75,7 @@ def open_phases(
         generates = only is None or "rollout" in only
         environments = opened.enter_context(environment_pool(config, ranks)) if generates else None
         group = opened.enter_context(start_group(config, roles))
-        # After the group has started, because the generator knows its own number format only then.
+        # After the group has started, because the generator knows its own dtype only then.
         config = resolve_importance(config, group)
         memory_manager = MemoryManager(GroupStates(group, config), offload_to=config.group.offload)
         memory_manager.log_plan()

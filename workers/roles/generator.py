@@ -273,7 +273,7 @@ class RolloutWorker:
         return TokenGenerationScheduler(self.generator, settings)
 
     @register("all")
-    def number_format(self) -> dict[str, str]:
+    def dtype_and_device(self) -> dict[str, str]:
         """Return the `dtype` of the weights, and the type of the `device` that they are on."""
         return {"dtype": self.config.dtype, "device": "cuda" if torch.cuda.is_available() else "cpu"}
 
