@@ -13,15 +13,16 @@ import httpx
 import pytest
 
 from drivetrain.engine.conformance.tiny import save_tiny_model
-from drivetrain.serve.tinker.conformance.checks import CHECKS
+from drivetrain.serve.tinker.conformance.checks import CHECKS, SEVERAL_MODELS
 from drivetrain.serve.tinker.conformance.client import Send
-from drivetrain.serve.tinker.conformance.conformance_command import run
+from drivetrain.serve.tinker.conformance.conformance_command import main, run
+from drivetrain.serve.tinker.sampler_weights import ModelSnapshots
 from drivetrain.serve.tinker.sampling import SamplingService
 from drivetrain.serve.tinker.training import Training
-from drivetrain.serve.tinker.training_group import TrainingGroup
+from drivetrain.serve.tinker.training_group import FullTrainingGroup, TrainingGroup
 from drivetrain.serve.tinker.training_queue import ModelQueue, QueuedRequest
 from helpers.tinker_replicas import LocalReplicas
-from helpers.tinker_service import group_of, running
+from helpers.tinker_service import full_group_of, group_of, running
 
 pytestmark = pytest.mark.usefixtures("process_group")
 KEYS = ("tml-a-user-of-tests", "tml-another-user-of-tests")
@@ -247,6 +248,61 @@ def test_a_broken_service_fails_its_check(folder: Path, tmp_path: Path, how: str
     # By what was compared, and not because something has failed.
     assert not [line for line in capsys.readouterr().out.splitlines() if re.search(r"FAIL \w+ +\w*(Error|Exception): ", line)]
     options["replicas"].close()
+
+
+class FullMeans(Means, FullTrainingGroup):
+    """Divides weights by the number of tokens."""
+
+
+class FullFixedAdam(FixedAdam, FullTrainingGroup):
+    """Has an optimizer of its own."""
+
+
+class FullForgetsMoments(ForgetsMoments, FullTrainingGroup):
+    """Loads checkpoints without their optimizers."""
+
+
+FULL_BROKEN: dict[str, tuple[type[FullTrainingGroup], set[str]]] = {
+    "means": (FullMeans, {"sums", "chunks"}),
+    "an optimizer of its own": (FullFixedAdam, {"adam"}),
+    "forgets moments": (FullForgetsMoments, {"saved"}),
+}
+
+
+@contextmanager
+def served_full(folder: Path, state: Path, group: type[FullTrainingGroup] = FullTrainingGroup) -> Iterator[Send]:
+    """A service that trains all weights of one model at a time."""
+    replicas = LocalReplicas(folder, adapters=0)
+    snapshots = ModelSnapshots(replicas, str(folder))  # type: ignore[arg-type]
+    whole = group(full_group_of(folder).build)
+    with served(folder, state, group=whole, replicas=replicas, weights=snapshots, full=True) as send:
+        yield send
+    replicas.close()
+
+
+@pytest.mark.slow
+def test_our_service_that_trains_all_weights_passes_the_checks_of_one_model(folder: Path, tmp_path: Path) -> None:
+    with served_full(folder, tmp_path / "state") as send:
+        assert run(send, "tiny", KEYS, [name for name in CHECKS if name not in SEVERAL_MODELS], full=True) == []
+        # The check of several models is left out because such a service refuses a second one.
+        assert run(send, "tiny", KEYS, sorted(SEVERAL_MODELS), full=True) == sorted(SEVERAL_MODELS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", FULL_BROKEN)
+def test_a_broken_service_that_trains_all_weights_fails_its_check(
+    folder: Path, tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group, fails = FULL_BROKEN[how]
+    with served_full(folder, tmp_path / "state", group) as send:
+        assert set(run(send, "tiny", KEYS, sorted(fails), full=True)) & fails
+    assert not [line for line in capsys.readouterr().out.splitlines() if re.search(r"FAIL \w+ +\w*(Error|Exception): ", line)]
+
+
+def test_a_check_of_several_models_is_refused_for_one_model(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["http://127.0.0.1:1", "--model", "tiny", "--full", "--only", "sums", "tenants"])
+    assert "tenants needs several models at a time" in capsys.readouterr().err
 
 
 def test_every_check_has_a_broken_service() -> None:

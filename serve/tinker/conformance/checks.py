@@ -1,6 +1,7 @@
 """The conformance checks. Each takes the sessions of two users and raises a ServiceConformanceError if the service does not conform.
 
-The checks work with any model: they compare results of the service with each other, or with numbers computed from other results.
+The checks work with any model: they compare results of the service with each other, or with numbers computed from other results. All of
+them but `tenants` train one model at a time, so that they also suit a service that trains all weights of a single model.
 """
 
 import math
@@ -51,88 +52,97 @@ def moved(model: Model, datums: Sequence[Datum], before: Sequence[float]) -> flo
 
 def sums(user: Connection, other: Connection) -> None:
     """A loss is a weighted sum over all tokens, so a request with every datum twice has twice the loss and twice the gradient."""
-    model, twice = user.create(), user.create()
     datums = data(1)
-    result = model.run(datums)
+    with user.model() as model:
+        result = model.run(datums)
     weights = [w for d in datums for w in d.fields["weights"]]
     expect_close([result.loss], [-sum(p * w for p, w in zip(result.all, weights, strict=True))], "the loss of cross_entropy")
-    expect_close([twice.run([*datums, *datums]).loss], [2 * result.loss], "the loss of all datums twice")
-    lengths = user.create(), user.create()
+    with user.model() as model:
+        expect_close([model.run([*datums, *datums]).loss], [2 * result.loss], "the loss of all datums twice")
     small = scaled(datums, 0.1)
     # Adam's usual step hardly depends on the norm of the gradient, so a mean could not be told from a sum. With LINEAR it is
     # proportional to the gradient, so half of the learning rate must compensate for twice the gradient.
-    for one, batch, rate in ((lengths[0], small, 10.0), (lengths[1], [*small, *small], 5.0)):
-        one.run(batch)
-        one.step(**{**LINEAR, "learning_rate": rate})
-    model, twice = lengths
-    expect_close(after(twice, datums), after(model, datums), "log-probabilities after half the rate with all datums twice")
+    found = []
+    for batch, rate in ((small, 10.0), ([*small, *small], 5.0)):
+        with user.model() as model:
+            model.run(batch)
+            model.step(**{**LINEAR, "learning_rate": rate})
+            found.append(after(model, datums))
+    expect_close(found[1], found[0], "log-probabilities after half the rate with all datums twice")
 
 
 def chunks(user: Connection, other: Connection) -> None:
     """The losses and gradients of several requests add up to those of one request with all their datums."""
-    whole, parts = user.create(), user.create()
     datums = data(2, 6)
-    expected = whole.run(datums)
-    results = [parts.run(datums[i : i + 2]) for i in (0, 2, 4)]
-    expect_close([sum(r.loss for r in results)], [expected.loss], "the loss of chunks")
-    for model in (whole, parts):
-        model.step()
-    expect_close(after(parts, datums), after(whole, datums), "log-probabilities after a step on chunks")
+    with user.model() as whole:
+        expected = whole.run(datums)
+        whole.step()
+        stepped = after(whole, datums)
+    with user.model() as parts:
+        results = [parts.run(datums[i : i + 2]) for i in (0, 2, 4)]
+        expect_close([sum(r.loss for r in results)], [expected.loss], "the loss of chunks")
+        parts.step()
+        expect_close(after(parts, datums), stepped, "log-probabilities after a step on chunks")
 
 
 def order(user: Connection, other: Connection) -> None:
     """Requests run in the order of their sequence numbers, not in the order of their arrival."""
-    first, second = user.create(), user.create()
     datums = data(3, 4)
-    first.run(datums[:2])
-    first.step()
-    first.run(datums[2:])
-    first.step()
-    sent = {
-        3: lambda: second.send(datums[2:], seq=3),
-        2: lambda: second.step(wait=False, seq=2),
-        4: lambda: second.step(wait=False, seq=4),
-        1: lambda: second.send(datums[:2], seq=1),
-    }
-    futures = {seq: send() for seq, send in sent.items()}
-    # `number` counts the sequence numbers that were passed explicitly above.
-    for seq in (1, 2, 3, 4):
-        second.connection.result(futures[seq])
-        second.number()
-    expect_close(after(second, datums), after(first, datums), "log-probabilities after steps that arrived in another order")
+    with user.model() as first:
+        for half in (datums[:2], datums[2:]):
+            first.run(half)
+            first.step()
+        expected = after(first, datums)
+    with user.model() as second:
+        sent = {
+            3: lambda: second.send(datums[2:], seq=3),
+            2: lambda: second.step(wait=False, seq=2),
+            4: lambda: second.step(wait=False, seq=4),
+            1: lambda: second.send(datums[:2], seq=1),
+        }
+        futures = {seq: send() for seq, send in sent.items()}
+        # `number` counts the sequence numbers that were passed explicitly above.
+        for seq in (1, 2, 3, 4):
+            second.connection.result(futures[seq])
+            second.number()
+        expect_close(after(second, datums), expected, "log-probabilities after steps that arrived in another order")
 
 
 def repetition(user: Connection, other: Connection) -> None:
     """A request that is sent several times has one effect and one result."""
-    once, again = user.create(), user.create()
     datums = data(4)
-    expected = once.run(datums)
-    futures = [again.send(datums, seq=1) for _ in range(3)]
-    expect(len({f["request_id"] for f in futures}) == 1, "a repeated request has several results")
-    expect_close(again.passed(futures[0]).all, expected.all, "log-probabilities of a repeated request")
-    again.number()
-    for model in (once, again):
-        # With a large eps the step is proportional to the gradient, so that a gradient that was added twice is detected.
-        model.step(eps=1e3, learning_rate=1.0)
-    expect_close(after(again, datums), after(once, datums), "log-probabilities after a step on a repeated request")
+    # With a large eps the step is proportional to the gradient, so that a gradient that was added twice is detected.
+    step = {"eps": 1e3, "learning_rate": 1.0}
+    with user.model() as once:
+        expected = once.run(datums)
+        once.step(**step)
+        stepped = after(once, datums)
+    with user.model() as again:
+        futures = [again.send(datums, seq=1) for _ in range(3)]
+        expect(len({f["request_id"] for f in futures}) == 1, "a repeated request has several results")
+        expect_close(again.passed(futures[0]).all, expected.all, "log-probabilities of a repeated request")
+        again.number()
+        again.step(**step)
+        expect_close(after(again, datums), stepped, "log-probabilities after a step on a repeated request")
 
 
 def forward_only(user: Connection, other: Connection) -> None:
     """A forward pass returns the same loss and log-probabilities, and does not change the gradient."""
-    plain, with_forward = user.create(), user.create()
     datums = data(5)
-    expected = plain.run(datums)
-    results = with_forward.run(datums, forward_only=True)
-    expect_close(
-        [results.loss, *results.all], [expected.loss, *expected.all], "the loss and log-probabilities of a forward pass"
-    )
-    with_forward.run(datums)
-    with_forward.run(datums, forward_only=True)
-    for model in (plain, with_forward):
-        model.step(eps=1e3, learning_rate=1.0)
-    expect_close(
-        after(with_forward, datums), after(plain, datums), "log-probabilities after a step with forward passes before it"
-    )
+    step = {"eps": 1e3, "learning_rate": 1.0}
+    with user.model() as plain:
+        expected = plain.run(datums)
+        plain.step(**step)
+        stepped = after(plain, datums)
+    with user.model() as with_forward:
+        results = with_forward.run(datums, forward_only=True)
+        expect_close(
+            [results.loss, *results.all], [expected.loss, *expected.all], "the loss and log-probabilities of a forward pass"
+        )
+        with_forward.run(datums)
+        with_forward.run(datums, forward_only=True)
+        with_forward.step(**step)
+        expect_close(after(with_forward, datums), stepped, "log-probabilities after a step with forward passes before it")
 
 
 def adam(user: Connection, other: Connection) -> None:
@@ -140,13 +150,13 @@ def adam(user: Connection, other: Connection) -> None:
     datums, nothing = data(6), scaled(data(6), 0.0)
 
     def stepped(*steps: tuple[Sequence[Datum], dict[str, Any]]) -> list[float]:
-        model = user.create()
-        for batch, params in steps:
-            model.run(batch)
-            model.step(**params)
-        return after(model, datums)
+        with user.model() as model:
+            for batch, params in steps:
+                model.run(batch)
+                model.step(**params)
+            return after(model, datums)
 
-    still = after(user.create(), datums)
+    still = stepped()
     # With betas of 0 and a tiny eps, a step is the learning rate times the sign of the gradient.
     sign = {"beta1": 0.0, "beta2": 0.0, "eps": 1e-30}
     expect_close(
@@ -186,117 +196,125 @@ def adam(user: Connection, other: Connection) -> None:
 
 def log_prob_order(user: Connection, other: Connection) -> None:
     """A pass returns one log-probability for each position of each datum, in the order of the request."""
-    model = user.create()
-    datums = [*data(7, 3, 5), *data(8, 2, 17), *data(9, 1, 1)]
-    together = model.run(datums, forward_only=True)
-    expect(
-        [len(p) for p in together.log_probs] == [len(d.tokens) for d in datums],
-        "a pass does not return one log-probability for each position",
-    )
-    for number, datum in enumerate(datums):
-        alone = model.run([datum], forward_only=True)
-        expect_close(together.log_probs[number], alone.all, f"log-probabilities of datum {number} among others")
-    unweighted = scaled(datums, 0.0)
-    expect_close(model.run(unweighted, forward_only=True).all, together.all, "log-probabilities of tokens with a weight of 0")
+    with user.model() as model:
+        datums = [*data(7, 3, 5), *data(8, 2, 17), *data(9, 1, 1)]
+        together = model.run(datums, forward_only=True)
+        expect(
+            [len(p) for p in together.log_probs] == [len(d.tokens) for d in datums],
+            "a pass does not return one log-probability for each position",
+        )
+        for number, datum in enumerate(datums):
+            alone = model.run([datum], forward_only=True)
+            expect_close(together.log_probs[number], alone.all, f"log-probabilities of datum {number} among others")
+        unweighted = scaled(datums, 0.0)
+        expect_close(
+            model.run(unweighted, forward_only=True).all, together.all, "log-probabilities of tokens with a weight of 0"
+        )
 
 
 def ratios(user: Connection, other: Connection) -> None:
     """The policy losses follow their formulas: ratios are not truncated, and the clip thresholds are those of the request."""
-    model = user.create()
-    # The second shift makes all ratios 400 times as large, which detects an implementation that truncates them.
-    for shift in (0.0, 6.0):
-        datums = [
-            Datum(d.tokens, d.targets, {**d.fields, "logprobs": [q - shift for q in d.fields["logprobs"]]})
-            for d in data(10, 3, sampled=True)
-        ]
-        p = model.run(datums, "importance_sampling", forward_only=True).all
-        q, a = ([v for d in datums for v in d.fields[name]] for name in ("logprobs", "advantages"))
-        r = [math.exp(x - y) for x, y in zip(p, q, strict=True)]
+    with user.model() as model:
+        # The second shift makes all ratios 400 times as large, which detects an implementation that truncates them.
+        for shift in (0.0, 6.0):
+            datums = [
+                Datum(d.tokens, d.targets, {**d.fields, "logprobs": [q - shift for q in d.fields["logprobs"]]})
+                for d in data(10, 3, sampled=True)
+            ]
+            p = model.run(datums, "importance_sampling", forward_only=True).all
+            q, a = ([v for d in datums for v in d.fields[name]] for name in ("logprobs", "advantages"))
+            r = [math.exp(x - y) for x, y in zip(p, q, strict=True)]
 
-        def clip(value: float, low: float, high: float) -> float:
-            return min(max(value, low), high)
+            def clip(value: float, low: float, high: float) -> float:
+                return min(max(value, low), high)
 
-        formulas = {
-            ("importance_sampling", ()): [-x * y for x, y in zip(r, a, strict=True)],
-            ("ppo", ()): [-min(x * y, clip(x, 0.8, 1.2) * y) for x, y in zip(r, a, strict=True)],
-            ("ppo", (("clip_low_threshold", 0.5), ("clip_high_threshold", 3.0))): [
-                -min(x * y, clip(x, 0.5, 3.0) * y) for x, y in zip(r, a, strict=True)
-            ],
-            ("cispo", (("clip_low_threshold", 0.0), ("clip_high_threshold", 4.0))): [
-                -clip(x, 0.0, 4.0) * z * y for x, y, z in zip(r, a, p, strict=True)
-            ],
-        }
-        for (name, config), terms in formulas.items():
-            results = model.run(datums, name, forward_only=True, **dict(config))
-            expect_close(
-                [results.loss], [math.fsum(terms)], f"the loss of {name} with {dict(config) or 'the default settings'}"
-            )
+            formulas = {
+                ("importance_sampling", ()): [-x * y for x, y in zip(r, a, strict=True)],
+                ("ppo", ()): [-min(x * y, clip(x, 0.8, 1.2) * y) for x, y in zip(r, a, strict=True)],
+                ("ppo", (("clip_low_threshold", 0.5), ("clip_high_threshold", 3.0))): [
+                    -min(x * y, clip(x, 0.5, 3.0) * y) for x, y in zip(r, a, strict=True)
+                ],
+                ("cispo", (("clip_low_threshold", 0.0), ("clip_high_threshold", 4.0))): [
+                    -clip(x, 0.0, 4.0) * z * y for x, y, z in zip(r, a, p, strict=True)
+                ],
+            }
+            for (name, config), terms in formulas.items():
+                results = model.run(datums, name, forward_only=True, **dict(config))
+                expect_close(
+                    [results.loss], [math.fsum(terms)], f"the loss of {name} with {dict(config) or 'the default settings'}"
+                )
 
 
 def sampled(user: Connection, other: Connection) -> None:
     """The log-probabilities of sampled tokens equal those of a pass over the whole sequence, by the sampler and by the model."""
-    model = user.create()
-    datums = data(11)
-    model.run(datums)
-    model.step(learning_rate=5e-2)
-    sampler = user.sampler(model.save("sampled", sampler=True))
-    prompt = [3, 4, 5]
-    (completion,), _ = sampler.sample(prompt, seed=1)
-    sequence = [*prompt, *completion.tokens]
-    scores = sampler.log_probs(sequence)
-    expect_close(
-        completion.log_probs, scores[len(prompt) - 1 :], "log-probabilities of sampled tokens, compared with compute_logprobs"
-    )
-    datum = Datum(sequence[:-1], sequence[1:], {"weights": [0.0] * (len(sequence) - 1)})
-    expect_close(
-        scores,
-        model.run([datum], forward_only=True).all,
-        "log-probabilities of compute_logprobs, compared with the saved model",
-    )
+    prompt, datums = [3, 4, 5], data(11)
+    with user.model() as model:
+        model.run(datums)
+        model.step()
+        sampler = user.sampler(model.save("sampled", sampler=True))
+        (completion,), _ = sampler.sample(prompt, seed=1)
+        sequence = [*prompt, *completion.tokens]
+        scores = sampler.log_probs(sequence)
+        expect_close(
+            completion.log_probs,
+            scores[len(prompt) - 1 :],
+            "log-probabilities of sampled tokens, compared with compute_logprobs",
+        )
+        datum = Datum(sequence[:-1], sequence[1:], {"weights": [0.0] * (len(sequence) - 1)})
+        expect_close(
+            scores,
+            model.run([datum], forward_only=True).all,
+            "log-probabilities of compute_logprobs, compared with the saved model",
+        )
 
 
 def saved(user: Connection, other: Connection) -> None:
     """A model that is loaded with the optimizer continues like the saved one; without the optimizer, it starts with zero moments."""
-    model = user.create()
     datums = data(12)
-    for _ in range(3):
-        model.run(datums)
-        model.step()
-    path = model.save("state")
-    with_optimizer, without = user.load(path, optimizer=True), user.load(path, optimizer=False)
-    expected = after(model, datums)
-    for one in (with_optimizer, without):
-        expect_close(after(one, datums), expected, "log-probabilities of a model from a checkpoint")
     # Without a gradient, a step depends on the moments only, which shows whether they were loaded.
     nothing = scaled(datums, 0.0)
-    for one in (model, with_optimizer, without):
-        one.run(nothing)
-        one.step()
-    expect_close(
-        after(with_optimizer, datums),
-        after(model, datums),
-        "log-probabilities after a step with loaded moments and no gradient",
+
+    def rested(model: Model) -> list[float]:
+        model.run(nothing)
+        model.step()
+        return after(model, datums)
+
+    with user.model() as model:
+        for _ in range(3):
+            model.run(datums)
+            model.step()
+        path = model.save("state")
+        expected = after(model, datums)
+        continued = rested(model)
+    expect(
+        max(abs(a - b) for a, b in zip(continued, expected, strict=True)) > 1e-4,
+        "a step with moments and no gradient changes no log-probability",
     )
-    expect_close(after(without, datums), expected, "log-probabilities after a step without moments and without a gradient")
-    expect(moved(model, datums, expected) > 1e-4, "a step with moments and no gradient changes no log-probability")
+    for optimizer, then, what in (
+        (True, continued, "with loaded moments and no gradient"),
+        (False, expected, "without moments and without a gradient"),
+    ):
+        with user.model(path, optimizer=optimizer) as loaded:
+            expect_close(after(loaded, datums), expected, "log-probabilities of a model from a checkpoint")
+            expect_close(rested(loaded), then, f"log-probabilities after a step {what}")
 
 
 def snapshots(user: Connection, other: Connection) -> None:
-    """Samplers keep their weights while the model is trained further. Several snapshots and the base model are sampled at the same time."""
-    model = user.create()
+    """Samplers keep their weights while the model is trained further. Several snapshots and the base model are sampled by turns."""
     datums = data(13)
     sequence = [1, 2, 3, 4, 5, 6]
     samplers = [user.sampler()]
     results = [samplers[0].log_probs(sequence)]
-    for step in range(2):
+    with user.model() as model:
+        for step in range(2):
+            model.run(datums)
+            model.step()
+            samplers.append(user.sampler(model.save(f"snapshot-{step}", sampler=True)))
+            results.append(samplers[-1].log_probs(sequence))
         model.run(datums)
-        model.step(learning_rate=5e-2)
-        samplers.append(user.sampler(model.save(f"snapshot-{step}", sampler=True)))
-        results.append(samplers[-1].log_probs(sequence))
-    model.run(datums)
-    model.step(learning_rate=5e-2)
-    for number, (sampler, expected) in enumerate(zip(samplers, results, strict=True)):
-        expect_close(sampler.log_probs(sequence), expected, f"log-probabilities of snapshot {number} after another step")
+        model.step()
+        for number, (sampler, expected) in enumerate(zip(samplers, results, strict=True)):
+            expect_close(sampler.log_probs(sequence), expected, f"log-probabilities of snapshot {number} after another step")
     for a in range(3):
         for b in range(a):
             expect(
@@ -385,3 +403,6 @@ CHECKS: dict[str, Check] = {
     )
 }
 """The checks by name."""
+
+SEVERAL_MODELS = frozenset({"tenants"})
+"""The checks that train several models at the same time."""

@@ -4,7 +4,8 @@ import http.client
 import json
 import time
 import urllib.parse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -106,10 +107,11 @@ class Connection:
         send: Sends a request to the service.
         key: The API key of the user.
         base: The name of the base model.
+        full: Whether to train all weights of one model at a time (rank 0), instead of adapters.
     """
 
-    def __init__(self, send: Send, key: str, base: str) -> None:
-        self._send, self._key, self.base = send, key, base
+    def __init__(self, send: Send, key: str, base: str, *, full: bool = False) -> None:
+        self._send, self._key, self.base, self._full = send, key, base, full
         self._models = self._samplers = 0
         self.session = str(
             self.post("/create_session", {"tags": [], "sdk_version": "0.38.0", "type": "create_session"})["session_id"]
@@ -166,8 +168,20 @@ class Connection:
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
-    def create(self, rank: int = 8, seed: int = 1) -> "Model":
-        """Create a model with a new adapter."""
+    @contextmanager
+    def model(self, path: str | None = None, *, optimizer: bool = True) -> Iterator["Model"]:
+        """Create a model, from a checkpoint if `path` is passed. All weights are freed afterward, so that the next model can be trained."""
+        # The protocol has no request that ends a model; it ends with its session.
+        session = Connection(self._send, self._key, self.base, full=True) if self._full else self
+        try:
+            yield session.create() if path is None else session.load(path, optimizer=optimizer)
+        finally:
+            if self._full:
+                session.finish()
+
+    def create(self, seed: int = 1) -> "Model":
+        """Create a model with a new adapter of rank 8, or with all weights."""
+        rank = 0 if self._full else 8
         body = {
             "session_id": self.session,
             "model_seq_id": self._models,

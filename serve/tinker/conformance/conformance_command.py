@@ -1,13 +1,13 @@
 """`drivetrain conformance-tinker`: check whether a training service computes what Tinker's protocol specifies.
 
-drivetrain conformance-tinker URL --model NAME [--api-key KEY] [--other-key KEY] [--only CHECK ...]
+drivetrain conformance-tinker URL --model NAME [--full] [--api-key KEY] [--other-key KEY] [--only CHECK ...]
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 
-from .checks import CHECKS, VOCABULARY
+from .checks import CHECKS, SEVERAL_MODELS, VOCABULARY
 from .client import Connection, Send, ServiceConformanceError, send_to
 
 
@@ -18,15 +18,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--model", required=True, help="the name of the model that the service trains; it must have at least 64 tokens"
     )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="the service trains all weights of one model at a time (LoRA rank 0); leaves out the checks that need several models: "
+        + ", ".join(sorted(SEVERAL_MODELS)),
+    )
     parser.add_argument("--api-key", default="tml-a-user-of-conformance", help="the API key of a user")
     parser.add_argument("--other-key", default="tml-another-user-of-conformance", help="the API key of another user")
     parser.add_argument("--only", nargs="+", choices=sorted(CHECKS), help="run only these checks")
     args = parser.parse_args(argv)
-    failed = run(send_to(args.url), args.model, (args.api_key, args.other_key), args.only or list(CHECKS))
+    names = args.only or [name for name in CHECKS if not (args.full and name in SEVERAL_MODELS)]
+    if args.full and not SEVERAL_MODELS.isdisjoint(names):
+        parser.error(
+            f"--only {' '.join(names)}: {', '.join(sorted(SEVERAL_MODELS))} needs several models at a time; leave it out or leave out --full"
+        )
+    failed = run(send_to(args.url), args.model, (args.api_key, args.other_key), names, full=args.full)
     return 1 if failed else 0
 
 
-def run(send: Send, model: str, keys: tuple[str, str], names: Sequence[str]) -> list[str]:
+def run(send: Send, model: str, keys: tuple[str, str], names: Sequence[str], *, full: bool = False) -> list[str]:
     """Run checks, and print a line for each; return the names of the failed checks.
 
     Args:
@@ -34,6 +45,7 @@ def run(send: Send, model: str, keys: tuple[str, str], names: Sequence[str]) -> 
         model: The name of the model.
         keys: The API keys of two users.
         names: The names of the checks.
+        full: Whether the service trains all weights of one model at a time.
     """
     failed: list[str] = []
     lacks_ids = False
@@ -42,7 +54,7 @@ def run(send: Send, model: str, keys: tuple[str, str], names: Sequence[str]) -> 
         users: list[Connection] = []
         try:
             # Each check has new sessions, so that checks do not affect each other.
-            users = [Connection(send, key, model) for key in keys]
+            users = [Connection(send, key, model, full=full) for key in keys]
             CHECKS[name](*users)
         except Exception as e:  # a service may fail in any way, and the next check must still run
             error = str(e) if isinstance(e, ServiceConformanceError) else f"{type(e).__name__}: {e}"
