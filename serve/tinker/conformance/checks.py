@@ -112,7 +112,7 @@ def repetition(user: Connection, other: Connection) -> None:
     """A request that is sent several times has one effect and one result."""
     datums = data(4)
     # With a large eps the step is proportional to the gradient, so that a gradient that was added twice is detected.
-    step = {"eps": 1e3, "learning_rate": 1.0}
+    step: dict[str, Any] = {"eps": 1e3, "learning_rate": 1.0}
     with user.model() as once:
         expected = once.run(datums)
         once.step(**step)
@@ -129,7 +129,7 @@ def repetition(user: Connection, other: Connection) -> None:
 def forward_only(user: Connection, other: Connection) -> None:
     """A forward pass returns the same loss and log-probabilities, and does not change the gradient."""
     datums = data(5)
-    step = {"eps": 1e3, "learning_rate": 1.0}
+    step: dict[str, Any] = {"eps": 1e3, "learning_rate": 1.0}
     with user.model() as plain:
         expected = plain.run(datums)
         plain.step(**step)
