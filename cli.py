@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from .commands import COMMANDS, Command
+from .commands import COMMANDS, SECTIONS, Command
 from .engine.errors import install_command
 
 PACKAGE = __package__ or "drivetrain"
@@ -48,9 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: drivetrain COMMAND ...        drivetrain COMMAND --help for details; drivetrain --version [--verbose]\n")
-        for name, row in COMMANDS.items():
-            print(f"  {name:19} {'; '.join(filter(None, (row.help, row.arguments)))}")
+        print("usage: drivetrain COMMAND ...        drivetrain COMMAND --help for details; drivetrain --version [--verbose]")
+        for section, names in SECTIONS.items():
+            print(f"\n{section}:")
+            for name in names:
+                print(f"  {name:19} {'; '.join(filter(None, (COMMANDS[name].help, COMMANDS[name].arguments)))}")
+        print("\nfirst steps: drivetrain demo dpo trains a tiny model in about a minute")
         return 0
     if arguments[0] in ("-V", "--version"):
         print("\n".join(_version(verbose={"-v", "--verbose"} & {*arguments[1:]} != set())))

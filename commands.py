@@ -96,7 +96,7 @@ COMMANDS = {
     ),
     "demo": Command(
         "trainers.demo.demo_command",
-        "train, export and query a tiny model on a built-in toy task; demo dpo and demo rm use preference data, demo grpo rewards, demo vision images, demo tinker a training service; demo prompts FOLDER only writes prompts and an untrained model",
+        "train, export and query a tiny model on a built-in toy task: dpo, rm, sft, grpo, vision or tinker; prompts FOLDER only writes its files",
     ),
     "parity": Command("trainers.parity.parity_command", "compare engines and layouts with plain Hugging Face, step by step"),
     "merge": _checkpoint_tool("convert a checkpoint from any engine and layout into a Hugging Face folder"),
@@ -106,7 +106,9 @@ COMMANDS = {
         "import a sharded checkpoint from another program: PyTorch DCP, Megatron torch_dist or verl shards"
     ),
     "conformance": Command(
-        "engine.conformance", "check a backend against the contract: BACKEND [cp=2 ...], --nproc N", is_launched=True
+        "engine.conformance",
+        "check that an engine gives the losses, gradients and checkpoints of plain transformers: BACKEND [cp=2 ...], --nproc N",
+        is_launched=True,
     ),
     "conformance-rollout": Command(
         "generation.conformance.__main__", "check a generator against plain transformers: NAME [setting=value ...]"
@@ -143,3 +145,14 @@ COMMANDS = {
     "generators": Command("generation.registry", "list the generators that rollout.generator accepts"),
     "environments": Command("environments.registry", "list the environments that rollout.environment accepts"),
 }
+"""The subcommands of `drivetrain` by name."""
+
+SECTIONS = {
+    "Train": ("sft", "dpo", "rm", "grpo", "ppo", "online_dpo", "rl"),
+    "Use a model": ("chat", "generate", "serve", "gateway", "tinker"),
+    "Checkpoints": ("merge", "inspect", "verify", "import"),
+    "Data": ("data", "template"),
+    "Try and check": ("demo", "parity", "conformance", "conformance-rollout", "conformance-tinker"),
+    "Extend": ("backends", "generators", "environments", "worker"),
+}
+"""The subcommands in the order of `drivetrain --help`."""

@@ -16,6 +16,7 @@ _ROOT = __name__.rpartition(".")[0]
 MOVED_MODULES = {
     "checkpoint_tools.cli": "checkpoint_tools.commands",
     "engine.checkpointable": "engine.base",
+    "engine.fsdp.trial": "engine.fsdp.packing_check",
     "serve.app": "serve.openai.app",
     "serve.chat": "trainers.chat",
     "serve.cli": "serve.openai.serve_command",

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.gpu import synchronize
 from drivetrain.engine.adapter_trainer import AdapterTrainer
 from drivetrain.engine.adapters.config import AdapterConfig
-from drivetrain.engine.call_trainer import AdapterCall
+from drivetrain.engine.call_trainer import TrainingCall
 from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig, OptimConfig
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.parallel.process_groups import init_distributed
@@ -77,7 +77,7 @@ def measure(folder: Path, args: argparse.Namespace, parameters: int, device: tor
         documents = torch.randint(VOCABULARY, (args.documents, args.length), generator=generator).tolist()
         batch = from_lists(documents)
         batch = batch.with_fields(loss_weights=torch.ones(batch.num_tokens))
-        calls.append(AdapterCall(adapter=name, batch=batch, loss=TokenSumLoss("cross_entropy")))
+        calls.append(TrainingCall(adapter=name, batch=batch, loss=TokenSumLoss("cross_entropy")))
     tokens = args.adapters * args.documents * args.length
 
     def together() -> None:

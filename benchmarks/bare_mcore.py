@@ -22,7 +22,7 @@ from drivetrain.engine.bridge.family import find_family
 from drivetrain.engine.config import EngineConfig, ParallelConfig, PrecisionConfig
 from drivetrain.engine.loss import OutputRequest
 from drivetrain.engine.mcore.config import transformer_config
-from drivetrain.engine.mcore.cpu import cuda_means_cpu
+from drivetrain.engine.mcore.cpu import cuda_calls_use_cpu
 from drivetrain.engine.mcore.model import PackedGPTModel, layer_spec
 from drivetrain.engine.mcore.modules import PackedParams, slice_of
 from drivetrain.engine.mcore.options import MCoreOptions
@@ -54,7 +54,7 @@ class BareMegatron:
     """
 
     def __init__(self, config: PreTrainedConfig, tp: int, lr: float, weights: dict[str, Tensor]) -> None:
-        with cuda_means_cpu():
+        with cuda_calls_use_cpu():
             if not parallel_state.is_initialized():
                 parallel_state.initialize_model_parallel(tp)
             self.groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -97,7 +97,7 @@ class BareMegatron:
 
     def step(self, batch: PackedBatch, total: float) -> float:
         """Make an optimizer step on this rank's shard and return the loss. `total` is the number of supervised tokens on all ranks."""
-        with cuda_means_cpu():
+        with cuda_calls_use_cpu():
             self.model.zero_grad_buffer()
             self.optimizer.zero_grad()
 

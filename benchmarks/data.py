@@ -29,7 +29,7 @@ from drivetrain.engine.packing.convert import from_lists
 from drivetrain.workers.data_plane.links import Links
 from drivetrain.workers.data_plane.manager import DataManager
 from drivetrain.workers.data_plane.plan import Column, Round, part_of, worker_id
-from drivetrain.workers.data_plane.redistributor import Need, plan_redistribution
+from drivetrain.workers.data_plane.redistributor import ColumnRequest, plan_redistribution
 from drivetrain.workers.data_plane.sequence_buffer import SequenceBuffer
 from drivetrain.workers.data_plane.store import DataStore
 from drivetrain.workers.groups.process import ProcessWorkerGroup
@@ -71,7 +71,7 @@ def plan(ids: list[str], source: str, target: str) -> list[Round]:
     """Return the plan that moves samples from one place to another."""
     buffer = SequenceBuffer()
     buffer.add(ids, [BYTES // 8 // FIELDS // SAMPLES] * SAMPLES, columns(), [source])
-    return plan_redistribution([Need(targets=(target,), ids=ids, keys=tuple(c.key for c in columns()))], buffer)
+    return plan_redistribution([ColumnRequest(targets=(target,), ids=ids, keys=tuple(c.key for c in columns()))], buffer)
 
 
 def moved(
@@ -206,7 +206,7 @@ def planner() -> None:
             buffer.add(own, [1000] * len(own), columns(), [holder])
         rng.shuffle(ids)
         keys = tuple(column.key for column in columns())
-        needs = [Need(targets=tuple(names[4 * i : 4 * i + 4]), ids=ids[i::256], keys=keys) for i in range(256)]
+        needs = [ColumnRequest(targets=tuple(names[4 * i : 4 * i + 4]), ids=ids[i::256], keys=keys) for i in range(256)]
         times = []
         for _ in range(3):
             begin = time.perf_counter()

@@ -22,12 +22,12 @@ class _ByLength(BaseGenerator):
         options: SamplingOptions,
         rows: Sequence[int] | None = None,
         media: Sequence[Mapping[str, Tensor]] | None = None,
-        begun: Sequence[Sequence[Generation] | None] | None = None,
+        partial_completions: Sequence[Sequence[Generation] | None] | None = None,
         first_samples: Sequence[int] | None = None,
         max_tokens: Sequence[int] | None = None,
     ) -> list[list[Generation]]:
         """Generate; see `BaseGenerator.generate`. Its calls are never cancelled, and there are no environments."""
-        assert (begun, first_samples, max_tokens) == (None, None, None)
+        assert (partial_completions, first_samples, max_tokens) == (None, None, None)
         streams = []
         for prompt, row in zip(prompts, range(len(prompts)) if rows is None else rows, strict=True):
             own = [

@@ -1,4 +1,4 @@
-"""The commands `drivetrain merge | inspect | verify | import`. Importing this module does not import torch."""
+"""The commands `drivetrain merge | inspect | verify | import`."""
 
 import argparse
 import json

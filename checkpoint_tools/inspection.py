@@ -1,4 +1,4 @@
-"""Description of a checkpoint from only its manifest and headers. This module does not import torch."""
+"""Description of a checkpoint from only its manifest and headers."""
 
 import math
 from collections import Counter

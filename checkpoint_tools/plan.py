@@ -1,7 +1,4 @@
-"""Writing the tensors of a source into a Hugging Face folder: first a plan of the output, then the output itself.
-
-Importing this module does not import torch.
-"""
+"""Writing the tensors of a source into a Hugging Face folder: first a plan of the output, then the output itself."""
 
 import json
 import os
@@ -16,10 +13,10 @@ from ..engine.checkpoint.hf_folder import (
     Entry,
     FolderPlan,
     FolderWriter,
+    atomic_folder,
     check_target,
     model_files,
     plan_folder,
-    whole_folder,
     write_files,
 )
 from ..engine.checkpoint.safetensors_io import tensor_bytes
@@ -123,7 +120,7 @@ def apply(plan: WritePlan, workers: int | None = None, progress: ProgressCallbac
     # The cores that this process may run on, which may be fewer than those of the machine.
     count = workers or min(8, len(os.sched_getaffinity(0)))
     try:
-        with whole_folder(plan.output) as folder:
+        with atomic_folder(plan.output) as folder:
             writer = FolderWriter(folder, plan.folder)
             copy_tensors(plan.folder, writer, plan.source, count, progress)
             writer.finish()

@@ -1,6 +1,4 @@
-"""Access to tensors by name, in a checkpoint from any engine and layout or in a Hugging Face folder.
-
-This module does not import torch. Parts are read as raw numbers of the tensor's element size; several threads may read at
+"""Access to tensors by name, in a checkpoint from any engine and layout or in a Hugging Face folder. Parts are read as raw numbers of the tensor's element size; several threads may read at
 once.
 """
 

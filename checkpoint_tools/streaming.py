@@ -1,6 +1,6 @@
 """Copying of tensors from a source into the files of a plan, in blocks of bounded size, with several threads.
 
-Each thread keeps one or two blocks in memory at a time, regardless of the size of the model. This module does not import torch.
+Each thread keeps one or two blocks in memory at a time, regardless of the size of the model.
 """
 
 import threading

@@ -151,7 +151,9 @@ def words(section: str, settings: Mapping[str, Any]) -> list[str]:
         section: The section that they belong to.
         settings: Their values.
     """
-    return [f"`{section}.{name}={json.dumps(value).strip(chr(34))}`" for name, value in settings.items()]
+    # On a command line, null would mean the algorithm's own value; 0 switches such a setting off.
+    values = {name: 0 if value is None else value for name, value in settings.items()}
+    return [f"`{section}.{name}={json.dumps(value).strip(chr(34))}`" for name, value in values.items()]
 
 
 def algorithm_settings(spec: AlgorithmSpec) -> list[str]:

@@ -92,7 +92,12 @@ def main() -> int:
         folder = Path(name)
         subprocess.run([sys.executable, "-m", "drivetrain.trainers.demo.steps", "make", str(folder)], check=True)
         settings = ["recipe=sft_demo", "model.path=model", "data.train=data/train.jsonl", "data.eval=data/eval.jsonl"]
-        settings += ["trainer.max_steps=60", "trainer.eval_every=20", "trainer.generate=1", "trainer.output_dir=runs/sums"]
+        settings += [
+            "trainer.max_steps=60",
+            "trainer.eval_every=20",
+            "trainer.eval_completions=1",
+            "trainer.output_dir=runs/sums",
+        ]
         drivetrain = [sys.executable, "-m", "drivetrain.cli"]
         written = _typed([*drivetrain, "sft", *settings], folder)
         _console("drivetrain sft", "drivetrain sft " + " ".join(settings[:4]) + " ...", _screen(written))

@@ -11,7 +11,7 @@ from .adapters.bank import AdapterBank
 from .adapters.config import AdapterConfig
 from .adapters.slot import AdapterStep
 from .base import BaseEngine
-from .call_trainer import AdapterCall, CallTrainer
+from .call_trainer import CallTrainer, TrainingCall
 from .config import OptimConfig
 from .errors import ConfigError
 from .step import MicroBatchConsumer
@@ -73,7 +73,7 @@ class AdapterTrainer(CallTrainer):
 
     # ---- the interface of CallTrainer --------------------------------------------------------------------------------
 
-    def check_model(self, call: AdapterCall) -> None:
+    def check_model(self, call: TrainingCall) -> None:
         """See `CallTrainer.check_model`."""
         if call.adapter is not None:
             self.bank[call.adapter]
@@ -88,8 +88,8 @@ class AdapterTrainer(CallTrainer):
             name: None if (grads := self.bank[name].grads) is None else grads.clone() for name in names if name in self.bank
         }
 
-    def put_back(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """See `CallTrainer.put_back`."""
+    def restore_gradients(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """See `CallTrainer.restore_gradients`."""
         for name, of_adapter in gradients.items():
             self.bank[name].grads = of_adapter
 

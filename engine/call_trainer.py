@@ -2,7 +2,7 @@
 
 A call's loss is a sum: nothing is divided by tokens, documents or ranks. Its documents share passes with those of other calls where they can;
 documents with media share them with others that have media of the same kinds.
-The gradients of a model add up over calls until its optimizer step. What a model is, is for subclasses to say: one of several adapters of a
+The gradients of a model add up over calls until its optimizer step. Subclasses decide what a call trains: one of several adapters of a
 frozen model, or all weights.
 
 Axes: T tokens of a call's batch, K targets of each.
@@ -43,11 +43,11 @@ from .step import MicroBatchConsumer, unused
 from .step_plan import MediaModel, MicroBatch, TokenBudget, check_ids
 
 REQUEST = OutputRequest(log_probs=True)
-"""What every call is answered: log-probabilities at a temperature of 1, of which losses are functions."""
+"""The outputs computed for every call: log-probabilities at a temperature of 1, of which its loss is a function."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class AdapterCall:
+class TrainingCall:
     """A batch of one adapter, or of the model that is trained in full.
 
     Args:
@@ -67,7 +67,7 @@ class AdapterCall:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class AdapterCallResult:
+class TrainingCallResult:
     """The result of a call.
 
     Args:
@@ -104,7 +104,7 @@ class CallTrainer(ABC):
         self.engine = engine
 
     @abstractmethod
-    def check_model(self, call: AdapterCall) -> None:
+    def check_model(self, call: TrainingCall) -> None:
         """Check the model that a call names.
 
         Raises:
@@ -116,7 +116,7 @@ class CallTrainer(ABC):
         """Return copies of the gradients of models, by their names; None for a model without any."""
 
     @abstractmethod
-    def put_back(self, gradients: Mapping[str, Tensor | None]) -> None:
+    def restore_gradients(self, gradients: Mapping[str, Tensor | None]) -> None:
         """Replace the gradients of models by those that `gradients` has returned."""
 
     @abstractmethod
@@ -132,7 +132,7 @@ class CallTrainer(ABC):
             backward: Whether to run backward passes.
         """
 
-    def forward_backward(self, calls: Sequence[AdapterCall]) -> list[AdapterCallResult]:
+    def forward_backward(self, calls: Sequence[TrainingCall]) -> list[TrainingCallResult]:
         """Compute the losses of calls, and add their gradients to those of their adapters.
 
         A call that is invalid, or whose loss raises an error, has an error as its result on every rank, and changes nothing. The other calls
@@ -149,13 +149,15 @@ class CallTrainer(ABC):
             return self._forward_backward(calls, before)
         except BaseException:
             # What earlier calls have added stays as it was.
-            self.put_back(before)
+            self.restore_gradients(before)
             raise
 
-    def _forward_backward(self, calls: Sequence[AdapterCall], before: Mapping[str, Tensor | None]) -> list[AdapterCallResult]:
+    def _forward_backward(
+        self, calls: Sequence[TrainingCall], before: Mapping[str, Tensor | None]
+    ) -> list[TrainingCallResult]:
         topology = self.engine.topology
         checked = [self._checked(call) for call in calls]
-        # A call is wrong if it is on any rank, and its documents are all elsewhere.
+        # A call can be invalid on one rank only, while its valid documents are all on others.
         # First all ranks learn which calls are valid everywhere: each rank has checked its own documents only, and all
         # must run the same calls, or the collectives of the passes would not match.
         by_rank: list[list[_Checked]] = topology.all_gather_object(checked)
@@ -197,7 +199,7 @@ class CallTrainer(ABC):
             if index not in failed
         }
         for index, error in (errors | failed).items():
-            results[index] = AdapterCallResult(loss=math.nan, error=error)
+            results[index] = TrainingCallResult(loss=math.nan, error=error)
         # A failed call may have shared passes with others, so its gradients cannot be separated from theirs: the models
         # that it trained begin again from `before`, without it.
         results |= self._without_failed(
@@ -207,17 +209,17 @@ class CallTrainer(ABC):
 
     def _without_failed(
         self,
-        calls: Sequence[AdapterCall],
+        calls: Sequence[TrainingCall],
         failed: Sequence[int],
         before: Mapping[str, Tensor | None],
         errors: Mapping[int, DrivetrainError],
-    ) -> dict[int, AdapterCallResult]:
+    ) -> dict[int, TrainingCallResult]:
         """Take back what the passes have added to the adapters of failed calls, and compute the other calls of these adapters again."""
         names = {calls[index].adapter for index in failed}
         first = {name: grads for name, grads in before.items() if name in names}
         # Cloned, because passes add to gradients in place: if another call fails in the repetition, `first` is needed
         # once more.
-        self.put_back({name: None if grads is None else grads.clone() for name, grads in first.items()})
+        self.restore_gradients({name: None if grads is None else grads.clone() for name, grads in first.items()})
         again = [
             index
             for index, call in enumerate(calls)
@@ -227,7 +229,7 @@ class CallTrainer(ABC):
             return {}
         return dict(zip(again, self._forward_backward([calls[index] for index in again], first), strict=True))
 
-    def _checked(self, call: AdapterCall) -> "_Checked":
+    def _checked(self, call: TrainingCall) -> "_Checked":
         """Return what this rank knows of a call."""
         try:
             self.check_model(call)
@@ -266,7 +268,7 @@ class CallTrainer(ABC):
             positions = positions_of(batch, model.family, model.base, media.kinds)
         return _Checked(targets=_targets(batch), media=media, positions=positions)
 
-    def _positions(self, call: AdapterCall, kinds: Sequence[Kind], checked: "_Checked") -> Tensor | None:
+    def _positions(self, call: TrainingCall, kinds: Sequence[Kind], checked: "_Checked") -> Tensor | None:
         """Return the positions `[A, T]` of this rank's documents of a call; None for those of its batch."""
         model = self.engine.media
         if checked.positions is not None or model is None or not kinds or model.family.axes == 1 or call.batch is None:
@@ -338,7 +340,7 @@ class _CallRun:
         positions: `[A, T]`, the positions of this rank's documents; None for those of the batch.
     """
 
-    def __init__(self, call: AdapterCall, targets: int, kinds: tuple[Kind, ...], positions: Tensor | None) -> None:
+    def __init__(self, call: TrainingCall, targets: int, kinds: tuple[Kind, ...], positions: Tensor | None) -> None:
         self.call = call
         self.targets = targets
         self.kinds = kinds
@@ -401,7 +403,7 @@ class _CallRun:
         }
         return terms, metrics
 
-    def result(self, sums: Sequence[tuple[dict[str, float], dict[str, tuple[float, float]]]]) -> AdapterCallResult:
+    def result(self, sums: Sequence[tuple[dict[str, float], dict[str, tuple[float, float]]]]) -> TrainingCallResult:
         """Return the result, given the sums of each data-parallel rank."""
         terms: dict[str, float] = defaultdict(float)
         metrics: dict[str, tuple[float, float]] = {}
@@ -419,7 +421,7 @@ class _CallRun:
                 for name, output in values.items():
                     on_host = (output.float() if output.is_floating_point() else output).cpu()
                     outputs.setdefault(name, on_host.new_zeros(batch.num_tokens, *output.shape[1:]))[rows] = on_host
-        return AdapterCallResult(
+        return TrainingCallResult(
             loss=sum(terms.values()),
             terms=dict(terms),
             metrics={name: value / number if number else math.nan for name, (value, number) in metrics.items()},

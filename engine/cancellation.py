@@ -1,4 +1,4 @@
-"""Whether the caller has cancelled the running call. Imports no torch.
+"""Whether the caller has cancelled the running call.
 
 A call that can end early with partial results polls this flag. Other calls run to completion.
 """

@@ -1,4 +1,4 @@
-"""The capabilities of a backend, against which settings are checked before any weights are read. Does not import torch."""
+"""The capabilities of a backend, against which settings are checked before any weights are read."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""All settings of an engine, shared by all backends. Does not import torch.
+"""All settings of an engine, shared by all backends.
 
 The `help` metadata of a field is its line in `--help` and in the configuration reference. Durations are in steps and sizes in
 tokens unless the name says otherwise.
@@ -396,7 +396,7 @@ class EngineConfig(Settings):
     micro_batch: MicroBatchConfig = setting(factory=MicroBatchConfig, help="token budgets")
     recompute: Recompute = setting(
         "none",
-        "activations that the backward pass recomputes instead of storing; auto: as few as fit into the device's memory, by an estimate",
+        "activation (gradient) checkpointing: which activations the backward pass recomputes instead of storing; auto: as few as fit into the device's memory, by an estimate",
     )
     compile: bool | Literal["auto"] = setting(
         "auto", "compile each layer with torch.compile; auto: on CUDA, if the backend supports it"
@@ -409,7 +409,7 @@ class EngineConfig(Settings):
     )
     invariant: bool = setting(
         False,
-        "compute a document's outputs and a call's gradients bitwise independently of the rest of the batch; CPU only",
+        "batch invariance: make the outputs and gradients of a document bitwise independent of the other documents in the batch; slower, CPU only",
     )
     non_finite: NonFinitePolicy = setting("raise", "on a NaN or infinite loss or gradient: raise an error, or skip the step")
     seed: int = setting(0, "seed for random weights, new heads and adapters, and dropout", most=MOST_SEED)

@@ -13,10 +13,10 @@ from .checkpoint.hf_folder import (
     SHARD_BYTES,
     FolderPlan,
     FolderWriter,
+    atomic_folder,
     check_target,
     model_files,
     plan_folder,
-    whole_folder,
     write_files,
 )
 from .checkpoint.local_shards import DTYPES, host_bytes
@@ -80,7 +80,7 @@ def _write(
 ) -> None:
     # The stream yields each tensor once, so its place in the files was planned before, from shapes.
     remaining = {key for part in plan.files.values() for key in part}
-    with whole_folder(final) as folder:
+    with atomic_folder(final) as folder:
         writer = FolderWriter(folder, plan)
         for key, tensor in stream:
             for name in (key, *(copy for copy, copied in copies.items() if copied == key)):

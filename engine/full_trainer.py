@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .adapters.slot import AdapterStep
 from .base import BaseEngine
-from .call_trainer import REQUEST, AdapterCall, CallTrainer
+from .call_trainer import REQUEST, CallTrainer, TrainingCall
 from .config import OptimConfig
 from .errors import ConfigError, NonFiniteError
 from .loss import HeadRequest, TokenOutputs
@@ -17,7 +17,7 @@ from .step import MicroBatchConsumer, unused
 from .step_plan import MicroBatch
 
 
-class FullTrainer(CallTrainer):
+class FullWeightTrainer(CallTrainer):
     """What trains or evaluates all weights of an engine's model. All methods are collective over the engine's ranks.
 
     A call whose loss raises an error drops the gradients of all calls since the last optimizer step: a copy of them would take as much memory
@@ -35,7 +35,7 @@ class FullTrainer(CallTrainer):
         model = engine.model_config
         if model.max_adapters or model.lora.rank:
             raise ConfigError(
-                f"model.max_adapters={model.max_adapters}, model.lora.rank={model.lora.rank}: a FullTrainer trains all weights; set both to 0"
+                f"model.max_adapters={model.max_adapters}, model.lora.rank={model.lora.rank}: a FullWeightTrainer trains all weights; set both to 0"
             )
         if engine.router_aux_coef and engine.optim_config is not None:
             raise ConfigError(
@@ -83,7 +83,7 @@ class FullTrainer(CallTrainer):
 
     # ---- what calls train --------------------------------------------------------------------------------------------
 
-    def check_model(self, call: AdapterCall) -> None:
+    def check_model(self, call: TrainingCall) -> None:
         """See `CallTrainer.check_model`."""
         if call.adapter != self.name:
             raise ConfigError(f"there is no model {call.adapter!r}; there is {self.name!r}")
@@ -94,7 +94,7 @@ class FullTrainer(CallTrainer):
         """See `CallTrainer.gradients`. They are not copied."""
         return dict.fromkeys(names)
 
-    def put_back(self, gradients: Mapping[str, Tensor | None]) -> None:
+    def restore_gradients(self, gradients: Mapping[str, Tensor | None]) -> None:
         """Drop the gradients of all calls since the last optimizer step."""
         # An evaluation has no names here, and must leave the gradients of earlier calls alone.
         if gradients:

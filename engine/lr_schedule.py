@@ -1,4 +1,4 @@
-"""Learning-rate schedules and the weight-decay rule, shared by all backends. Does not import torch."""
+"""Learning-rate schedules and the weight-decay rule, shared by all backends."""
 
 import math
 from collections.abc import Iterable

@@ -70,7 +70,7 @@ class Items:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Share:
+class EncoderExchange:
     """The part of the items that a rank encodes, and the exchange of their features.
 
     Args:
@@ -87,7 +87,7 @@ class Share:
     receive: list[int]
     order: Tensor
 
-    def to(self, device: torch.device) -> "Share":
+    def to(self, device: torch.device) -> "EncoderExchange":
         """Return a copy with its tensors on a device."""
         sent, order = (t.to(device, non_blocking=True) for t in (self.sent, self.order))
         return replace(self, sent=sent, order=order)
@@ -244,7 +244,7 @@ def comparable_ids(batch: PackedBatch, family: MediaFamily, kinds: Sequence[Kind
     return ids
 
 
-def share_items(items: Items, rank: int, ranks: int, tokens: int) -> Share:
+def share_items(items: Items, rank: int, ranks: int, tokens: int) -> EncoderExchange:
     """Divide the items among the ranks that share a sequence, so that each rank computes about as many features.
 
     Args:
@@ -268,7 +268,7 @@ def share_items(items: Items, rank: int, ranks: int, tokens: int) -> Share:
     here = items.tokens[target == rank]
     # Features arrive rank by rank; those of a rank are in token order.
     arriving = torch.cat([here[owner[target == rank] == source] for source in range(ranks)])
-    return Share(
+    return EncoderExchange(
         items=[item for item, one in enumerate(owners) if one == rank],
         sent=((encoder == rank).cumsum(0) - 1)[feature[owner == rank]],
         send=torch.bincount(target[owner == rank], minlength=ranks).tolist(),

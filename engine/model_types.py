@@ -1,4 +1,4 @@
-"""The types of models by their output: the names that `model.head` accepts, and the locations of their heads. Imports no torch.
+"""The types of models by their output: the names that `model.head` accepts, and the locations of their heads.
 
 Third parties add types with `register_head` or through the entry-point group `drivetrain.heads`. An entry point is known to every
 process that has the package installed: its name is the name of the type, and its object is a subclass of `engine.heads.HeadType`.

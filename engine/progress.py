@@ -1,4 +1,4 @@
-"""Count of the units of work that this process has finished, so that a supervisor can tell slow from stuck. Imports no torch."""
+"""Count of the units of work that this process has finished, so that a supervisor can tell slow from stuck."""
 
 _done = 0
 

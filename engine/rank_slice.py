@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from .hf.media_family import MediaFamily
 from .loss import HeadRequest, OutputRequest, TokenOutputs, loss_mask
-from .media import Share, select_items, share_items
+from .media import EncoderExchange, select_items, share_items
 from .ops.expert_routes import FREE, ROUTED_EXPERTS, ExpertRoutes, RouterShape
 from .ops.invariance import padded_rows
 from .ops.packed_context import PackedContext, block_numbers
@@ -49,7 +49,7 @@ class EncoderInput:
 
     fields: Mapping[str, Tensor]
     is_blank: bool
-    share: Share | None
+    share: EncoderExchange | None
     index: Tensor | None = None
 
     def features_of_slice(self, encoded: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -271,7 +271,7 @@ def _encoder_inputs(micro_batch: MicroBatch, family: MediaFamily, topology: Topo
     inputs: dict[Kind, EncoderInput] = {}
     device = micro_batch.batch.device
     for kind, items in micro_batch.media.items():
-        share: Share | None = None
+        share: EncoderExchange | None = None
         chosen: Sequence[int] = range(len(items.rows))
         if topology.cp is not None:
             share = share_items(items, topology.cp_rank, topology.parallel.cp, tokens).to(device)

@@ -1,4 +1,4 @@
-"""Resolution of the `auto` settings, which depend on the machine that an engine runs on. Does not import torch."""
+"""Resolution of the `auto` settings, which depend on the machine that an engine runs on."""
 
 from dataclasses import dataclass, replace
 from itertools import product

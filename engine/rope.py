@@ -1,4 +1,4 @@
-"""The settings of rotary embeddings in a config, by kind of layer. Imports no torch."""
+"""The settings of rotary embeddings in a config, by kind of layer."""
 
 from typing import Any
 

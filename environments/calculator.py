@@ -1,4 +1,4 @@
-"""A calculator as a tool. Does not import torch."""
+"""A calculator as a tool."""
 
 import ast
 import math

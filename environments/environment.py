@@ -1,4 +1,4 @@
-"""The interface of environments, which a policy acts in turn by turn. Does not import torch.
+"""The interface of environments, which a policy acts in turn by turn.
 
     reset(row)  ->  the first observation, if that is not the row's prompt
     step(turn)  ->  the next observation, or the end

@@ -1,4 +1,4 @@
-"""A process that runs the environments of many episodes at the same time. Does not import torch.
+"""A process that runs the environments of many episodes at the same time.
 
 Coroutines share an event loop and other methods run in threads, so an episode that waits for a network or a program does not block the
 others.

@@ -1,4 +1,4 @@
-"""The processes that run environments; each can be killed. Does not import torch."""
+"""The processes that run environments; each can be killed."""
 
 import logging
 import os

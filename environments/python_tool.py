@@ -1,4 +1,4 @@
-"""A Python interpreter as a tool, in the sandbox. Does not import torch."""
+"""A Python interpreter as a tool, in the sandbox."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Names of environments. Does not import torch.
+"""Names of environments.
 
 A third party adds its own through the entry-point group `drivetrain.environments`, or names it as `module:class`.
 """

@@ -1,4 +1,4 @@
-"""Keyword search over a local corpus as a tool, ranked by BM25. Does not import torch."""
+"""Keyword search over a local corpus as a tool, ranked by BM25."""
 
 import fcntl
 import json

@@ -1,4 +1,4 @@
-"""The environment of a single turn: it ends after the policy's first completion. Does not import torch."""
+"""The environment of a single turn: it ends after the policy's first completion."""
 
 from .environment import Done, Environment, Turn
 

@@ -1,4 +1,4 @@
-"""Environments with tools: each tool call is answered by a message, and a turn without calls ends the episode. Does not import torch."""
+"""Environments with tools: each tool call is answered by a message, and a turn without calls ends the episode."""
 
 import json
 import re

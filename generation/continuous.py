@@ -22,7 +22,7 @@ from ..engine.errors import ConfigError, ModelError, is_out_of_memory
 from ..engine.hf.experts import expert_modules, use_invariant_experts
 from ..engine.hf.model import decoder_of
 from ..engine.hf.shape import experts_of
-from ..engine.hf.state_layers import carry_states_in_documents
+from ..engine.hf.state_layers import reset_states_between_documents
 from ..engine.ops.invariance import PassSizes
 from .adapters import GeneratorAdapters
 from .causal_lm_generator import CausalLMGenerator
@@ -76,7 +76,7 @@ class ContinuousGenerator(CausalLMGenerator):
         self._processor: Any = None
         self._streams: dict[str, TokenStream] = {}
         self._names: dict[int | str, str] = {}
-        self._unborn: set[str] = set()
+        self._pending_forks: set[str] = set()
         self._media: dict[str, PromptMedia] = {}
         self._families = 0
         self._states: RequestStates | None = None
@@ -116,7 +116,7 @@ class ContinuousGenerator(CausalLMGenerator):
         kinds = getattr(self._lm.model.config.get_text_config(), "layer_types", None) or ()
         if "chunked_attention" in kinds:
             raise self._unfit(ModelError("its attention is limited to chunks of a sequence, which the cache does not support"))
-        if carry_states_in_documents(self._lm.model):
+        if reset_states_between_documents(self._lm.model):
             self._states = RequestStates(self._lm.device, self._row_multiple if self.config.invariant else None)
             self._attending = self._find_attention()
         stream = TokenStream(self.step, "check", prompt, SamplingOptions(max_tokens=1, temperature=0.0), frozenset(), 0)
@@ -178,7 +178,7 @@ class ContinuousGenerator(CausalLMGenerator):
             self._states.fork(processor.scheduler.active_requests)
         sampler = self._sampler
         self.prefill_tokens += sampler.prefill_tokens
-        self._unborn.difference_update(sampler.names)
+        self._pending_forks.difference_update(sampler.names)
         for name, token, log_prob in zip(sampler.names, sampler.tokens, sampler.log_probs, strict=True):
             # A name without a stream was stopped before its first token, and could not be removed until now; see
             # `stop_request`.
@@ -201,7 +201,7 @@ class ContinuousGenerator(CausalLMGenerator):
         step, first = self._sampler, 0
         for name, past, count in zip(step.requests, step.pasts, step.queries, strict=True):
             # Until its first own token, a child shares the pass of its parent, and so the routes of the prompt.
-            children = [other for other in self._unborn if other.startswith(name + CHILD)]
+            children = [other for other in self._pending_forks if other.startswith(name + CHILD)]
             for owner in (name, *children):
                 if owner in self._streams:
                     self._streams[owner].routes.add(past, routes[first : first + count])
@@ -276,7 +276,7 @@ class ContinuousGenerator(CausalLMGenerator):
                     # The manager may continue a request whose result is no longer needed, because others are forked from its prompt.
                     self._media[request_name] = stream.media.retained()
                 if children:
-                    self._unborn.add(request_name)
+                    self._pending_forks.add(request_name)
             self._processor.scheduler.add_waiting_request(
                 RequestState(
                     request_id=parent_name,
@@ -292,7 +292,7 @@ class ContinuousGenerator(CausalLMGenerator):
         name = self._names.pop(stream.id)
         del self._streams[name]
         # Children are created with the parent's first token, so until then neither can be removed separately.
-        if name not in self._unborn:
+        if name not in self._pending_forks:
             self._remove(name)
 
     def _remove(self, name: str) -> None:
@@ -310,7 +310,7 @@ class ContinuousGenerator(CausalLMGenerator):
             media.release()
         if self._states is not None:
             self._states.clear()
-        self._streams, self._names, self._unborn, self._media = {}, {}, set(), {}
+        self._streams, self._names, self._pending_forks, self._media = {}, {}, set(), {}
 
     def invalidate_caches(self) -> None:
         """Forget all requests and prefixes, but keep the memory of the cache, whose size does not depend on the weights."""

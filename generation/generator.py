@@ -377,7 +377,7 @@ class BaseGenerator(ABC):
         options: SamplingOptions,
         rows: Sequence[int] | None = None,
         media: Sequence[Mapping[str, Tensor]] | None = None,
-        begun: Sequence[Sequence[Generation] | None] | None = None,
+        partial_completions: Sequence[Sequence[Generation] | None] | None = None,
         first_samples: Sequence[int] | None = None,
         max_tokens: Sequence[int] | None = None,
     ) -> list[list[Generation]]:
@@ -392,7 +392,7 @@ class BaseGenerator(ABC):
             rows: The number of each prompt in the global batch. Seeds derived from it and `options.seed` give the same completions on
                 any process, and different completions for an equal prompt in another row. None numbers them from 0.
             media: The media of each prompt; see `submit`.
-            begun: For each prompt its completions from a cancelled call; None where there are none. Aborted completions continue from
+            partial_completions: For each prompt its completions from a cancelled call; None where there are none. Aborted completions continue from
                 their tokens, regardless of the weights that generated them, and draw the same random numbers as without the interruption.
                 The others are returned unchanged.
             first_samples: For each prompt the number of its first completion among all completions of its row, which seeds it; None is 0
@@ -400,7 +400,7 @@ class BaseGenerator(ABC):
             max_tokens: For each prompt the maximum number of tokens of its completions, instead of that of the options.
 
         Raises:
-            ConfigError: A prompt or a begun completion cannot be used, or the generator is paused.
+            ConfigError: A prompt or a partial completion cannot be used, or the generator is paused.
             ModelError: The last weights were not loaded completely, or the model computes NaN.
         """
         streams: list[list[TokenStream]] = []
@@ -409,16 +409,16 @@ class BaseGenerator(ABC):
             for i, (prompt, row) in enumerate(zip(checked, range(len(checked)) if rows is None else rows, strict=True)):
                 streams.append([])
                 of_prompt = None if media is None else media[i]
-                before = None if begun is None else begun[i]
+                before = None if partial_completions is None else partial_completions[i]
                 if before is not None and len(before) != options.samples:
-                    raise ConfigError(f"prompt {i} has {len(before)} begun completions, but samples={options.samples}")
+                    raise ConfigError(f"prompt {i} has {len(before)} partial completions, but samples={options.samples}")
                 of_row = 0 if first_samples is None else first_samples[i]
                 limited = options if max_tokens is None else replace(options, max_tokens=max_tokens[i])
                 for sample in range(options.samples):
                     stream = self._enqueue(f"prompt {i}", prompt, limited, None, row, of_row + sample, (), of_prompt)
                     streams[-1].append(stream)
                     if before is not None:
-                        self._go_on(f"prompt {i}", stream, before[sample])
+                        self._resume(f"prompt {i}", stream, before[sample])
             open_streams = [stream for samples in streams for stream in samples if not stream.ended]
             while open_streams:
                 if not self.step():
@@ -590,17 +590,17 @@ class BaseGenerator(ABC):
         # collective.
         return self.ranks_per_model == 1 and cancelled()
 
-    def _go_on(self, title: str, stream: TokenStream, before: Generation) -> None:
-        """Add the tokens of a begun completion to a waiting request."""
+    def _resume(self, title: str, stream: TokenStream, before: Generation) -> None:
+        """Add the tokens of a partial completion to a waiting request."""
         count = len(before.response)
         if before.prompt != stream.prompt or not count == len(before.log_probs) == len(before.versions):
             raise ConfigError(
-                f"{title}: a begun completion belongs to another prompt, or has {count} tokens with {len(before.log_probs)} log-probabilities "
+                f"{title}: a partial completion belongs to another prompt, or has {count} tokens with {len(before.log_probs)} log-probabilities "
                 f"and {len(before.versions)} versions"
             )
         if before.finish_reason == "aborted" and not count < stream.options.max_tokens:
             raise ConfigError(
-                f"{title}: a begun completion has {count} tokens, which leaves none of max_tokens={stream.options.max_tokens}"
+                f"{title}: a partial completion has {count} tokens, which leaves none of max_tokens={stream.options.max_tokens}"
             )
         stream.take_over(before)
         if before.finish_reason != "aborted":

@@ -1,4 +1,4 @@
-"""The settings of generation: sampling options, and the configuration of a role that generates. Does not import torch."""
+"""The settings of generation: sampling options, and the configuration of a role that generates."""
 
 import math
 from collections.abc import Iterable, Mapping

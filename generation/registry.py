@@ -1,4 +1,4 @@
-"""Registry of generators: maps each name to a class, which is imported on demand. Does not import torch.
+"""Registry of generators: maps each name to a class, which is imported on demand.
 
 A third party adds its own through the entry-point group `drivetrain.generators`, or names it as `module:class`.
 """

@@ -1,4 +1,4 @@
-"""The scheduler between a model worker's queue and a model that serves many concurrent requests. Does not import torch.
+"""The scheduler between a model worker's queue and a model that serves many concurrent requests.
 
 The I/O thread adds requests; the executor runs the scheduler: poll, batch, execute, reply.
 """

@@ -95,12 +95,12 @@ class TokenStream:
         """The maximum number of tokens still to be generated."""
         return self.options.max_tokens - len(self.tokens)
 
-    def take_over(self, begun: Generation) -> None:
-        """Continue from the tokens of a begun completion."""
-        self.tokens, self.log_probs, self.versions = list(begun.response), list(begun.log_probs), list(begun.versions)
+    def take_over(self, partial: Generation) -> None:
+        """Continue from the tokens of a partial completion."""
+        self.tokens, self.log_probs, self.versions = list(partial.response), list(partial.log_probs), list(partial.versions)
         # A completion without tokens has not used the routes of its prompt for sampling.
-        if begun.response and begun.routed_experts is not None:
-            self.routes.take_over(begun.routed_experts)
+        if partial.response and partial.routed_experts is not None:
+            self.routes.take_over(partial.routed_experts)
 
     def draw(self) -> Draw:
         """Return how its next token is sampled."""

@@ -1,4 +1,4 @@
-"""A generated token, as generators and workers report it. Does not import torch."""
+"""A generated token, as generators and workers report it."""
 
 from typing import NamedTuple
 

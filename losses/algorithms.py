@@ -1,4 +1,4 @@
-"""Published algorithms of RL: each consists of settings of one loss and one estimator of advantages. Imports no torch.
+"""Published algorithms of RL: each consists of settings of one loss and one estimator of advantages.
 
 Algorithms that are named after an objective or an estimator are registered next to it.
 """

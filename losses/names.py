@@ -1,4 +1,4 @@
-"""The names of ratios, aggregations, divergences and criteria, for settings and for the functions that implement them. Imports no torch."""
+"""The names of ratios, aggregations, divergences and criteria, for settings and for the functions that implement them."""
 
 from typing import Literal
 

@@ -24,7 +24,7 @@ from .fields import SEQUENCE_FIELDS, TOKEN_FIELDS, token_field
 from .names import Aggregation, KLEstimator
 from .objectives.base import MAX_LOG_RATIO, OBJECTIVES, Objective
 from .objectives.clipped import ClippedObjective
-from .registry import ByName, LossRegistry, check_not_negative
+from .registry import LossRegistry, RegistryConfig, check_not_negative
 from .sequences import sequence_log_ratio, sequence_sums
 
 MAX_K3 = 10.0
@@ -133,7 +133,7 @@ def _masked(batch: PackedBatch, name: str, mask: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyLoss(ByName):
+class PolicyLoss(RegistryConfig):
     """The loss of a policy update.
 
     Advantages are an input, so PPO, GRPO, RLOO and REINFORCE++ differ only in how their advantages are computed.

@@ -1,4 +1,4 @@
-"""Registries of objects that settings choose by name: objectives, estimators and algorithms of RL. Imports no torch.
+"""Registries of objects that settings choose by name: objectives, estimators and algorithms of RL.
 
 A registration is one class or object in one file: its settings with their help lines, its inputs, its paper, and its line in the docs.
 All modules of built-in registrations in `PLACES` are imported. Third parties add theirs through the entry-point group `drivetrain.losses`:
@@ -123,7 +123,7 @@ def describe(
     return add
 
 
-class ByName:
+class RegistryConfig:
     """Base class of a configuration with a field that holds an object of a registry.
 
     In settings and messages it is flat: the field has the object's name, and the object's settings are next to the configuration's.

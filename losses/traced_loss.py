@@ -443,7 +443,7 @@ def _function(node: _Node, args: list[Any], kwargs: dict[str, Any]) -> Callable[
                 f"{node.target} is a method of tensors, and is called on a {type(args[0]).__name__ if args else 'nothing'}"
             )
         if node.target == "to" and not all(isinstance(one, Tensor | torch.dtype) for one in _leaves([args, kwargs])):
-            raise TypeError("`to` another device; give it a dtype")
+            raise TypeError("`to` moves a tensor to another device, which a traced loss cannot do; pass only a dtype")
         function: Callable[..., Any] = getattr(Tensor, node.target)
         return function
     if node.target == "operator.getitem":

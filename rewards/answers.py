@@ -1,4 +1,4 @@
-"""Rewards that compare the final answer with a reference: exactly, as a number, or as mathematics. Does not import torch."""
+"""Rewards that compare the final answer with a reference: exactly, as a number, or as mathematics."""
 
 import logging
 import math

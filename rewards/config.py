@@ -1,4 +1,4 @@
-"""The settings of rewards. Does not import torch."""
+"""The settings of rewards."""
 
 import math
 from dataclasses import dataclass

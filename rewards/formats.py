@@ -1,4 +1,4 @@
-"""Rewards for the format of a completion. Does not import torch."""
+"""Rewards for the format of a completion."""
 
 import json
 import re

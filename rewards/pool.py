@@ -1,4 +1,4 @@
-"""Processes for reward functions; each can be killed. Does not import torch."""
+"""Processes for reward functions; each can be killed."""
 
 import pickle
 import resource

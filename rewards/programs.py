@@ -1,4 +1,4 @@
-"""The reward for programs: runs the program in a completion in the sandbox. Does not import torch."""
+"""The reward for programs: runs the program in a completion in the sandbox."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Names of reward functions. Does not import torch.
+"""Names of reward functions.
 
 A third party adds its own through the entry-point group `drivetrain.rewards`, or names it as `module:function`.
 """

@@ -1,4 +1,4 @@
-"""Rewards by rules that need no reference: length, repetition, script. Does not import torch."""
+"""Rewards by rules that need no reference: length, repetition, script."""
 
 import unicodedata
 from collections.abc import Sequence

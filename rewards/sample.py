@@ -1,4 +1,4 @@
-"""The input and the outcome of a reward function. Does not import torch."""
+"""The input and the outcome of a reward function."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

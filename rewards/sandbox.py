@@ -1,4 +1,4 @@
-"""A sandbox for programs written by a model: bubblewrap under an otherwise unused user id. Does not import torch.
+"""A sandbox for programs written by a model: bubblewrap under an otherwise unused user id.
 
 The program has no network access. It sees only /usr and a small empty /tmp of the file system, and inherits neither environment
 variables nor open files. Its memory, processes, output and time are limited. It runs under a dedicated user id, because the kernel's

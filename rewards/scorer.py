@@ -1,4 +1,4 @@
-"""The weighted sum of several rewards, and the handling of completions that could not be scored. Does not import torch."""
+"""The weighted sum of several rewards, and the handling of completions that could not be scored."""
 
 import math
 import threading

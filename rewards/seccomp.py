@@ -1,4 +1,4 @@
-"""A system-call filter for the sandbox: denies calls that would give a program uncounted memory or privileges. Does not import torch."""
+"""A system-call filter for the sandbox: denies calls that would give a program uncounted memory or privileges."""
 
 import errno
 import platform

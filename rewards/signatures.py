@@ -1,4 +1,4 @@
-"""Calling conventions of reward functions: as in TRL, as in verl, or with the parameters that a function declares. Does not import torch.
+"""Calling conventions of reward functions: as in TRL, as in verl, or with the parameters that a function declares.
 
 | parameters | called | with |
 |---|---|---|

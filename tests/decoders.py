@@ -28,7 +28,7 @@ from drivetrain.engine.conformance.tiny import tiny_model
 from drivetrain.engine.errors import DrivetrainError
 from drivetrain.engine.fsdp.families import check_family
 from drivetrain.engine.fsdp.options import FSDPOptions
-from drivetrain.engine.fsdp.trial import VOCABULARY, compare_packed, trial_config
+from drivetrain.engine.fsdp.packing_check import VOCABULARY, compare_packed, trial_config
 from drivetrain.engine.hf.auto_classes import CAUSAL_LMS, register_causal_lm
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.registry import engine_class

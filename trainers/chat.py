@@ -28,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "source", metavar="MODEL|RUN|CHECKPOINT", help="a model folder, a Hub name, the folder of a run, or a checkpoint"
     )
     parser.add_argument("--system-prompt", default=None, help="system prompt of the conversation")
-    parser.add_argument("settings", nargs="*", metavar="name=value", help="generation settings, such as temperature=0.7")
+    parser.add_argument(
+        "settings", nargs="*", default=[], metavar="name=value", help="generation settings, such as temperature=0.7"
+    )
     args = parser.parse_intermixed_args(words[:at])
     name = Path(args.source).resolve().name
     # Port 0 lets the system choose a free port; the server prints it when it is ready.

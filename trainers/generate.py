@@ -38,7 +38,7 @@ from .config.parse import parse
 from .config.rl import GRPOConfig
 from .data.media import MediaReader
 from .data.prompts import Prompt, check_media, encode_prompt
-from .data.sources import open_source, with_our_columns
+from .data.sources import open_source, rename_columns
 from .data.tokenize import Bar, cache_folder
 
 log = logging.getLogger(__name__)
@@ -280,7 +280,7 @@ def _read(
                 raise DataError(
                     f"{place} cannot be written as JSON, as the output requires: {e}; leave out that column"
                 ) from e
-            ours = with_our_columns(row, data.columns, place)
+            ours = rename_columns(row, data.columns, place)
             if ours.get("prompt") is None:
                 column = next((c for c in ("messages", "text") if ours.get(c) is not None), None)
                 ours = {**ours, "prompt": ours[column]} if column else ours

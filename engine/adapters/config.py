@@ -1,4 +1,4 @@
-"""The settings of one of several adapters. Does not import torch."""
+"""The settings of one of several adapters."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -1,4 +1,4 @@
-"""The division of the documents of several calls into passes. Imports no torch.
+"""The division of the documents of several calls into passes.
 
 A segment is a run of documents of one call, with contiguous rows. With `EngineConfig.invariant`, a call is divided into segments
 independently of other calls, and each segment is padded to a multiple of rows.

@@ -1,4 +1,4 @@
-"""A decoder's sizes and options under names that are common to all families. Imports no torch."""
+"""A decoder's sizes and options under names that are common to all families."""
 
 from collections.abc import Collection
 from dataclasses import dataclass

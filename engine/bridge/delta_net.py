@@ -1,4 +1,4 @@
-"""Decoders with gated DeltaNet layers, and the rules for splitting these by heads over tensor-parallel ranks. Imports no torch.
+"""Decoders with gated DeltaNet layers, and the rules for splitting these by heads over tensor-parallel ranks.
 
 A rank's projection has the rows of queries, keys, values, gates, rates and decays of its heads, in this order.
 """

@@ -1,4 +1,4 @@
-"""A family of models: the reader of its config, and the tensors that its modules consist of. Imports no torch."""
+"""A family of models: the reader of its config, and the tensors that its modules consist of."""
 
 import re
 from collections.abc import Callable, Mapping

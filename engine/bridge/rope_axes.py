@@ -1,4 +1,4 @@
-"""The axes of rotary embeddings on several position axes (M-RoPE, arXiv:2409.12191). Imports no torch.
+"""The axes of rotary embeddings on several position axes (M-RoPE, arXiv:2409.12191).
 
 A section is the number of frequencies that belong to an axis: time, height, width.
 """

@@ -1,4 +1,4 @@
-"""Rules for the rows and columns of Hugging Face tensors that a rank's Megatron-core parameter consists of. Imports no torch.
+"""Rules for the rows and columns of Hugging Face tensors that a rank's Megatron-core parameter consists of.
 
 A rule belongs to a module; its weight and its bias follow the same rule. Names are module names, without the leaf.
 """

@@ -1,4 +1,4 @@
-"""Hugging Face folders of safetensors files: assigning tensors to files, and writing them in any order. Imports no torch.
+"""Hugging Face folders of safetensors files: assigning tensors to files, and writing them in any order.
 
 Exporting from a running engine and merging a checkpoint share this module, so that both produce the same files.
 """
@@ -182,7 +182,7 @@ def check_target(final: Path | str) -> None:
 
 
 @contextmanager
-def whole_folder(final: Path) -> Iterator[Path]:
+def atomic_folder(final: Path) -> Iterator[Path]:
     """Yield a folder to fill, which takes its final name and replaces an older folder once everything is written."""
     check_target(final)
     # The temporary folder must be on the file system of the target itself, not of a link to it, for the rename.

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, read as an untrusted file. Imports no torch.
+"""The manifest of a checkpoint, read as an untrusted file.
 
 docs/checkpoint-format.md is its specification.
 """

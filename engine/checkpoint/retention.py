@@ -1,4 +1,4 @@
-"""The folder names, lookup and rotation of a run's checkpoints. Imports no torch."""
+"""The folder names, lookup and rotation of a run's checkpoints."""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""safetensors files: the header, a streaming writer, digests per chunk, and verified reads of parts. Imports no torch.
+"""safetensors files: the header, a streaming writer, digests per chunk, and verified reads of parts.
 
 Digests are xxh3-64 of consecutive chunks of a file, so that a part of it can be verified without reading the rest.
 """

@@ -1,7 +1,4 @@
-"""Storage for checkpoints: a folder on a local or shared file system, or an object store accessed through fsspec.
-
-Imports no torch. Names inside a store are relative, with `/` as the separator.
-"""
+"""Storage for checkpoints: a folder on a local or shared file system, or an object store accessed through fsspec. Names inside a store are relative, with `/` as the separator."""
 
 import os
 import re

@@ -1,6 +1,6 @@
 """Tensor slices: axis-aligned parts of a global tensor, the coordinates shared by loading, saving and export.
 
-Pure integer arithmetic on offsets and lengths. Imports no torch.
+Pure integer arithmetic on offsets and lengths.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Running several calls at a time in threads; an error or Ctrl-C cancels calls that have not started. Imports no torch."""
+"""Running several calls at a time in threads; an error or Ctrl-C cancels calls that have not started."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait

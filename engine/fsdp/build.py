@@ -28,7 +28,7 @@ from ..hf.names import hf_name
 from ..hf.recompute import recompute
 from ..hf.routers import record_routers
 from ..hf.shape import model_shape, router_settings
-from ..hf.state_layers import carry_states_in_documents
+from ..hf.state_layers import reset_states_between_documents
 from ..hf.weights import WeightFolder, check_head, init_random, load_weights
 from ..model_types import HEAD_PREFIX
 from ..parallel.topology import Topology
@@ -44,7 +44,7 @@ from .state import parameter_shards
 
 
 @dataclass(frozen=True, kw_only=True)
-class Described:
+class ModelPlan:
     """A model before it is built.
 
     Args:
@@ -153,7 +153,7 @@ def describe(
     media: PreTrainedConfig | None = None,
     *,
     invariant: bool = False,
-) -> Described:
+) -> ModelPlan:
     """Return the model on the meta device, with its adapters and its head.
 
     Args:
@@ -165,7 +165,7 @@ def describe(
         invariant: See `EngineConfig.invariant`.
     """
     lm, layout, adapters = empty_lm(config, model, dtype, IMPLEMENTATION, media=media)
-    carry_states_in_documents(lm)
+    reset_states_between_documents(lm)
     use_grouped_experts(lm)
     if invariant:
         use_invariant_experts(lm)
@@ -188,11 +188,11 @@ def describe(
     )
     choose_trainable(root, model)
     root.eval()
-    return Described(meta_model=root, layout=layout, adapters=adapters, adapted=adapted, shape=model_shape(root, config))
+    return ModelPlan(meta_model=root, layout=layout, adapters=adapters, adapted=adapted, shape=model_shape(root, config))
 
 
 def build(
-    described: Described,
+    described: ModelPlan,
     config: PreTrainedConfig,
     model: ModelConfig,
     engine: EngineConfig,

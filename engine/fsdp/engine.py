@@ -44,7 +44,7 @@ from ..step import MicroBatchConsumer
 from ..step_plan import MediaModel, MicroBatch
 from ..torch_private import foreach_mul_
 from . import compile as compile_module
-from .build import Described, FSDPBuild, build, check_config, describe
+from .build import FSDPBuild, ModelPlan, build, check_config, describe
 from .invariant import WholeModel, pass_sizes
 from .memory import memory_needs
 from .optimizer import ShardOptimizer
@@ -89,7 +89,7 @@ class FSDPEngine(BaseEngine):
     options: FSDPOptions
     _model: FSDPBuild | None = None
     _optimizer: ShardOptimizer | None = None
-    _meta: Described | None = None
+    _meta: ModelPlan | None = None
     _cores = 1
     _pass_sizes: PassSizes | None = None
 
@@ -109,7 +109,7 @@ class FSDPEngine(BaseEngine):
         return self._described.shape if self._model is None else self._model.shape
 
     @property
-    def _described(self) -> Described:
+    def _described(self) -> ModelPlan:
         if self._meta is None:
             dtype = getattr(torch, self.config.precision.params)
             self._meta = describe(

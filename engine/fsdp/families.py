@@ -15,7 +15,7 @@ from ..errors import ModelError
 from ..hf.auto_classes import CAUSAL_LMS
 from ..tiny_configs import tested_configs
 from ..tiny_media import tiny_media_config
-from .trial import DESCRIPTION, INDEXER, TOKEN_ID, compare_packed, trial_config
+from .packing_check import DESCRIPTION, INDEXER, TOKEN_ID, compare_packed, trial_config
 
 EXACT = frozenset(
     {

@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..hf.config import logit_transform
 from ..hf.experts import expert_adapters, expert_modules, use_grouped_experts, use_invariant_experts
 from ..hf.shape import experts_of
-from ..hf.state_layers import carry_states_in_documents, has_state
+from ..hf.state_layers import has_state, reset_states_between_documents
 from ..loss import OUTPUTS, OutputRequest
 from ..ops.invariance import ROWS, PassSizes, find_pass_sizes, padded_rows
 from ..ops.packed_context import PackedContext
@@ -147,7 +147,7 @@ class WholeModel:
 
     def __init__(self, lm: Any, config: PreTrainedConfig, path: str) -> None:
         check_family(config, allow_unverified=False)
-        carry_states_in_documents(lm)
+        reset_states_between_documents(lm)
         use_grouped_experts(lm)
         use_invariant_experts(lm)
         lm.set_attn_implementation(IMPLEMENTATION)

@@ -1,4 +1,4 @@
-"""Settings specific to the FSDP backend. Imports no torch."""
+"""Settings specific to the FSDP backend."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Checking and resolving `model.path`. Imports no torch."""
+"""Checking and resolving `model.path`."""
 
 import json
 import logging

@@ -20,7 +20,7 @@ from ..ops.scan.carrier import StateCarrier
 from ..ops.scan.mixers import gated_delta_net, lightning_attention, mamba, short_conv, state_space_duality
 
 
-class StateLayer(nn.Module):
+class RecurrentLayer(nn.Module):
     """A layer with state over one row of packed documents, or over the tokens of a generation step.
 
     The arguments that the model passes down determine where the states come from: `packed`, a `PackedContext`, or `states`, whose
@@ -64,7 +64,7 @@ class StateLayer(nn.Module):
         return count
 
 
-class GatedDeltaLayer(StateLayer):
+class GatedDeltaLayer(RecurrentLayer):
     """A gated DeltaNet; subclasses name its projections."""
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -72,7 +72,7 @@ class GatedDeltaLayer(StateLayer):
         raise NotImplementedError
 
     def heads(self) -> int:
-        """See `StateLayer.heads`."""
+        """See `RecurrentLayer.heads`."""
         layer: Any = self
         count: int = layer.num_v_heads
         return count
@@ -136,7 +136,7 @@ def _heads(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor,
     return q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, (layer.num_v_heads, layer.head_v_dim))
 
 
-class KimiDeltaLayer(StateLayer):
+class KimiDeltaLayer(RecurrentLayer):
     """Kimi's delta attention, with a separate decay for each channel."""
 
     def mix(self, x: Tensor, context: StateCarrier) -> Tensor:
@@ -162,7 +162,7 @@ class KimiDeltaLayer(StateLayer):
         return layer.o_proj(layer.o_norm(out, gate).flatten(1))
 
 
-class Mamba2Layer(StateLayer):
+class Mamba2Layer(RecurrentLayer):
     """Mamba 2, with the multipliers of Falcon-H1 if present."""
 
     def mix(self, x: Tensor, context: StateCarrier) -> Tensor:
@@ -196,11 +196,11 @@ class Mamba2Layer(StateLayer):
         return layer.out_proj(normed.to(x.dtype))
 
 
-class MambaLayer(StateLayer):
+class MambaLayer(RecurrentLayer):
     """Mamba with the norms of Jamba, whose inner projection mixes all channels."""
 
     def heads(self) -> None:
-        """See `StateLayer.heads`."""
+        """See `RecurrentLayer.heads`."""
 
     def mix(self, x: Tensor, context: StateCarrier) -> Tensor:
         """Return the output `[t, H]` of hidden states `[t, H]`."""
@@ -240,7 +240,7 @@ class JambaLayer(nn.Module):
         return hidden_states + layer.feed_forward(layer.pre_ff_layernorm(hidden_states))
 
 
-class ShortConvLayer(StateLayer):
+class ShortConvLayer(RecurrentLayer):
     """The short convolution of LFM2 between two gates."""
 
     def heads(self) -> int:
@@ -255,17 +255,17 @@ class ShortConvLayer(StateLayer):
         return layer.out_proj(after * short_conv(before * inner, layer.conv.weight.squeeze(1), layer.conv.bias, context))
 
 
-class LightningLayer(StateLayer):
+class LightningLayer(RecurrentLayer):
     """Lightning attention of MiniMax-01."""
 
     def heads(self) -> int:
-        """See `StateLayer.heads`."""
+        """See `RecurrentLayer.heads`."""
         layer: Any = self
         count: int = layer.num_attention_heads
         return count
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **others: Any) -> tuple[Tensor, None]:
-        """Return the output, and no attention weights; see `StateLayer.forward`."""
+        """Return the output, and no attention weights; see `RecurrentLayer.forward`."""
         return super().forward(hidden_states, attention_mask, **others), None
 
     def mix(self, x: Tensor, context: StateCarrier) -> Tensor:
@@ -338,7 +338,7 @@ LAYERS: dict[str, type[nn.Module]] = {
 """Class name of transformers' recurrent layers -> the subclass that replaces it."""
 
 
-def carry_states_in_documents(model: nn.Module) -> bool:
+def reset_states_between_documents(model: nn.Module) -> bool:
     """Replace the class of each layer with state with a subclass that supports packed documents; return whether there is any."""
     subclasses: dict[type, type] = {}
     for module in model.modules():
@@ -353,8 +353,8 @@ def carry_states_in_documents(model: nn.Module) -> bool:
 
 
 def has_state(model: nn.Module) -> bool:
-    """Return whether a model whose layers were replaced by `carry_states_in_documents` has recurrent layers."""
-    return any(isinstance(module, StateLayer) for module in model.modules())
+    """Return whether a model whose layers were replaced by `reset_states_between_documents` has recurrent layers."""
+    return any(isinstance(module, RecurrentLayer) for module in model.modules())
 
 
 def has_biased_state(model: nn.Module) -> bool:
@@ -372,7 +372,7 @@ def check_context_parallelism(model: nn.Module, family: str, cp: int) -> None:
     if cp == 1:
         return
     for module in model.modules():
-        if not isinstance(module, StateLayer):
+        if not isinstance(module, RecurrentLayer):
             continue
         heads = module.heads()
         if heads is None:

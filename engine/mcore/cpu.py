@@ -71,7 +71,7 @@ def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def cuda_means_cpu() -> Iterator[None]:
+def cuda_calls_use_cpu() -> Iterator[None]:
     """Run megatron on the CPU inside the block; change nothing if CUDA is available."""
     if torch.cuda.is_available():
         yield

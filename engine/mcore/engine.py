@@ -47,7 +47,7 @@ from .groups import MegatronState, in_megatron
 from .lora import adapters_disabled
 from .meta_model import MetaModel
 from .modules import PackedParams
-from .moe import expert_biases, leave_routers_alone, numbers_of_routers, take_scores
+from .moe import clear_replayed_routes, expert_biases, numbers_of_routers, take_scores
 from .optimizer import MOMENTS, ShardedOptimizer, average_over_tp
 from .options import MCoreOptions
 from .quiet import ignore_warnings
@@ -291,7 +291,7 @@ class MCoreEngine(BaseEngine):
             with turn:
                 self._run_schedule(micro_batches, consumer, backward=backward)
         finally:
-            leave_routers_alone(self._chunks)
+            clear_replayed_routes(self._chunks)
         # Adapters that take turns have separate gradients.
         self._reduced = self._reduced or (backward and self._turns is None)
 

@@ -14,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import ProcessGroup
 
 from ..parallel.topology import Topology
-from .cpu import cuda_means_cpu
+from .cpu import cuda_calls_use_cpu
 from .megatron_private import engine_state, read_state, write_state
 
 
@@ -87,7 +87,7 @@ class MegatronState:
         write_state(self._values)
         self._inside = True
         try:
-            with cuda_means_cpu():
+            with cuda_calls_use_cpu():
                 yield
         finally:
             self._inside = False

@@ -143,7 +143,7 @@ def expert_biases(chunks: Sequence[nn.Module]) -> dict[int, Tensor]:
     return {r.router_replay.number: r.expert_bias for r in _routers(chunks) if r.expert_bias is not None}
 
 
-def leave_routers_alone(chunks: Sequence[nn.Module]) -> None:
+def clear_replayed_routes(chunks: Sequence[nn.Module]) -> None:
     """Drop the routes of the last micro-batch, which would otherwise stay on the device."""
     for router in _routers(chunks):
         router.router_replay.routes = None

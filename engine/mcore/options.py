@@ -1,4 +1,4 @@
-"""Settings specific to the Megatron-core backend. Imports no torch."""
+"""Settings specific to the Megatron-core backend."""
 
 from dataclasses import dataclass
 from typing import Literal

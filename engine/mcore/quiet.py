@@ -1,4 +1,4 @@
-"""Filters for Megatron-core's own output, which the user of an engine cannot act on. Imports no torch."""
+"""Filters for Megatron-core's own output, which the user of an engine cannot act on."""
 
 import logging
 import warnings

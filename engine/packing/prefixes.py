@@ -1,4 +1,4 @@
-"""Families of documents with a common prefix; see `sharing`. Imports no torch."""
+"""Families of documents with a common prefix; see `sharing`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

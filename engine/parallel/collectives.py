@@ -113,7 +113,7 @@ def collective_errors(group: ProcessGroup | None = None) -> Iterator[None]:
         yield
     except Exception as error:
         # An error that was exchanged before this block began counts as new, because the same object may be raised twice.
-        if getattr(error, "raised_at", 0) > start and _ranks(group) <= known_to(error):
+        if getattr(error, "raised_at", 0) > start and _ranks(group) <= ranks_notified_of(error):
             raise
         try:
             all_gather_object(None, group, error=error)
@@ -127,11 +127,11 @@ def collective_errors(group: ProcessGroup | None = None) -> Iterator[None]:
 
 
 def _record(error: Exception, group: ProcessGroup | None) -> None:
-    error.raised_on_ranks = known_to(error) | _ranks(group)  # type: ignore[attr-defined]
+    error.raised_on_ranks = ranks_notified_of(error) | _ranks(group)  # type: ignore[attr-defined]
     error.raised_at = next(_clock)  # type: ignore[attr-defined]
 
 
-def known_to(error: BaseException) -> frozenset[int]:
+def ranks_notified_of(error: BaseException) -> frozenset[int]:
     """Return the global ranks on which an exchange has raised an error. None of them is waiting for the rank that failed."""
     ranks: frozenset[int] = getattr(error, "raised_on_ranks", frozenset())
     return ranks

@@ -1,4 +1,4 @@
-"""A pool of processes, each of which can be killed. Imports no torch."""
+"""A pool of processes, each of which can be killed."""
 
 import pickle
 import queue
@@ -198,7 +198,9 @@ class _Worker:
                 process.receive(_SEND_S)
                 break
         else:
-            raise StartError("they exit before they begin a call")
+            raise StartError(
+                f"{_TRIES} processes ended before they began a call; a module that they import may end the program"
+            )
         kind, value, trace = process.receive(call.timeout_s)
         if not kind:
             return value

@@ -1,4 +1,4 @@
-"""A process that forks others on request after importing the modules that they need. Imports no torch.
+"""A process that forks others on request after importing the modules that they need.
 
 The processes communicate only over sockets and pipes. The standard library's fork server comes with a tracker of named semaphores,
 which complains when the program or a part of it is killed; this one leaves nothing behind. The server adopts and reaps all processes

@@ -1,4 +1,4 @@
-"""Processes whose parent has ended: which process adopts them. Imports no torch."""
+"""Processes whose parent has ended: which process adopts them."""
 
 import ctypes
 import os

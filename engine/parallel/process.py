@@ -1,4 +1,4 @@
-"""The end of a worker process: reporting an error and exiting. Does not import torch."""
+"""The end of a worker process: reporting an error and exiting."""
 
 import json
 import logging

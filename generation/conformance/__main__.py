@@ -53,9 +53,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("generator", help="its name, or module:class")
     parser.add_argument("settings", nargs="*", help="settings of the generator, e.g. max_batch_size=4 options.NAME=VALUE")
-    parser.add_argument("--family", default="qwen3", choices=sorted(FAMILIES), help="model family of the tiny model")
+    parser.add_argument(
+        "--family",
+        default="qwen3",
+        choices=sorted(FAMILIES),
+        metavar="FAMILY",
+        help="model family of the tiny model (docs/families.md)",
+    )
     parser.add_argument("--tied", action="store_true", help="share the weights of embedding and head")
-    parser.add_argument("--only", nargs="+", choices=sorted(CHECKS), help="run only these checks")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=sorted(CHECKS),
+        metavar="CHECK",
+        help=f"run only these checks: {', '.join(sorted(CHECKS))}",
+    )
     args = parser.parse_args(argv)
     try:
         # A wrong name is an error of the command line, not a failed check.

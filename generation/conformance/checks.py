@@ -5,6 +5,7 @@ Each check takes a `Case` and raises a GeneratorConformanceError if the generato
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -180,7 +181,7 @@ def cancel(case: Case) -> None:
         expect(streams[0].tokens == again.tokens[:count], "the tokens so far are not those of the whole completion")
 
 
-def begun(case: Case) -> None:
+def resumed(case: Case) -> None:
     """A cancelled call ends with the tokens so far, and another call continues from them with the current weights."""
     # A server in a separate process keeps generating between reads, so a few steps may return many tokens.
     most, steps = 96, 4
@@ -204,15 +205,17 @@ def begun(case: Case) -> None:
             f"a call that is cancelled after {steps} steps ends with {lengths} tokens of {most}",
         )
         with cancellable(lambda: True):
-            step = generator.generate(PROMPTS, options, begun=parts)
+            step = generator.generate(PROMPTS, options, partial_completions=parts)
         for part, one in zip((c for samples in parts for c in samples), (c for samples in step for c in samples), strict=True):
             count = len(part.response)
             expect(one.response[:count] == part.response, "a call that is cancelled at once changes tokens")
             expect(len(one.response) <= count + 1, f"a call that is cancelled at once adds {len(one.response) - count} tokens")
-        continued = generator.generate(PROMPTS, options, begun=parts)
+        continued = generator.generate(PROMPTS, options, partial_completions=parts)
         generator.load_weights(case.weights())
-        mixed = generator.generate(PROMPTS, options, begun=parts)
-        expect(generator.generate(PROMPTS, options, begun=mixed) == mixed, "completions that had ended have changed")
+        mixed = generator.generate(PROMPTS, options, partial_completions=parts)
+        expect(
+            generator.generate(PROMPTS, options, partial_completions=mixed) == mixed, "completions that had ended have changed"
+        )
         for rows in zip(whole, parts, continued, mixed, strict=True):
             for one, part, rest, other in zip(*rows, strict=True):
                 count = len(part.response)
@@ -245,7 +248,8 @@ def begun(case: Case) -> None:
                 *others,
             ],
         }.items():
-            expect_error(ConfigError, what, lambda wrong=wrong: generator.generate(PROMPTS, options, begun=wrong))  # type: ignore[misc]
+            resume = partial(generator.generate, PROMPTS, options, partial_completions=wrong)
+            expect_error(ConfigError, what, resume)
         expect(generator.stats().waiting == 0, "after a refusal requests are left")
 
 
@@ -405,7 +409,7 @@ CHECKS: dict[str, Callable[[Case], None]] = {
         stops,
         streams,
         cancel,
-        begun,
+        resumed,
         pause,
         weights_in_flight,
         incomplete_weights,

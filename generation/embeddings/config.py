@@ -1,4 +1,4 @@
-"""The settings of an embedding model. Does not import torch."""
+"""The settings of an embedding model."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""The embedding settings of a model's folder, from its sentence-transformers files. Does not import torch."""
+"""The embedding settings of a model's folder, from its sentence-transformers files."""
 
 import json
 import re

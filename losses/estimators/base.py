@@ -1,4 +1,4 @@
-"""The base class of estimators of advantages. Imports no torch.
+"""The base class of estimators of advantages.
 
 Modules of estimators import torch only inside the functions that compute, so that settings can be read without torch.
 

@@ -41,7 +41,7 @@ class GAEEstimator(Estimator):
     compares: ClassVar[bool] = False
 
     gamma: float = setting(1.0, _GAMMA)
-    lam: float = setting(0.95, "lambda, the weight of longer estimates")
+    lam: float = setting(0.95, "lambda of GAE; 0: one-step TD errors (low variance), 1: Monte Carlo returns (no bias)")
     whiten: bool = setting(True, _WHITEN)
 
     def _check_values(self) -> None:

@@ -1,4 +1,4 @@
-"""The base class of objectives, which compute the loss of each token from its ratio and its advantage. Imports no torch.
+"""The base class of objectives, which compute the loss of each token from its ratio and its advantage.
 
 Modules of objectives import torch only inside the functions that compute, so that settings can be read without torch.
 

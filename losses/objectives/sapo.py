@@ -30,8 +30,10 @@ class SAPOObjective(Objective):
     Source: Gao et al. 2025, SAPO, arXiv:2511.20347.
     """
 
-    tau_positive: float = setting(1.0, "how soon the gradient fades if the advantage is positive")
-    tau_negative: float = setting(1.05, "how soon it fades otherwise")
+    tau_positive: float = setting(
+        1.0, "temperature of the soft gate of tokens with a positive advantage; a larger one makes the gradient fade sooner"
+    )
+    tau_negative: float = setting(1.05, "temperature of the soft gate of all other tokens")
 
     def _check_values(self) -> None:
         check_positive(self, "tau_positive", "tau_negative")

@@ -1,4 +1,4 @@
-"""The registry of losses on pairs of completions. Imports no torch.
+"""The registry of losses on pairs of completions.
 
 Axes: P pairs.
 """

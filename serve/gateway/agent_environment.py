@@ -1,4 +1,4 @@
-"""The environment `gateway`: any agent whose requests to the policy are the turns of its episode. Imports no torch.
+"""The environment `gateway`: any agent whose requests to the policy are the turns of its episode.
 
 the run's prompt -> agent -> HTTP request -> observation -> the policy's turn -> HTTP response -> agent -> ... -> reward
 """

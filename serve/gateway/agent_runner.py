@@ -1,4 +1,4 @@
-"""Runs an agent, a function or a program that talks to the policy over HTTP. Imports no torch.
+"""Runs an agent, a function or a program that talks to the policy over HTTP.
 
 Agents never run in the event loop of the server that answers them, which would deadlock. Coroutines run in a loop in a separate thread,
 plain functions in one thread each, and programs in one process each.

@@ -1,4 +1,4 @@
-"""The gateway inside a run: an agent's request is the next observation of its episode, and the policy's turn the response. Imports no torch."""
+"""The gateway inside a run: an agent's request is the next observation of its episode, and the policy's turn the response."""
 
 import asyncio
 import hmac

@@ -1,4 +1,4 @@
-"""The conversations that agents send, and the earlier completions that these continue. Imports no torch."""
+"""The conversations that agents send, and the earlier completions that these continue."""
 
 import json
 from collections.abc import Mapping, Sequence

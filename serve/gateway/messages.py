@@ -1,4 +1,4 @@
-"""Messages of a conversation, and their canonical form for comparisons. Imports no torch."""
+"""Messages of a conversation, and their canonical form for comparisons."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The routes for agents, shared by all servers of a policy. Imports no torch."""
+"""The routes for agents, shared by all servers of a policy."""
 
 import json
 from abc import ABC, abstractmethod

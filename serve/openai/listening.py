@@ -1,4 +1,4 @@
-"""The sockets and the server of a service. Imports no torch."""
+"""The sockets and the server of a service."""
 
 import socket
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The settings of the service. Imports no torch."""
+"""The settings of the service."""
 
 import ipaddress
 from collections.abc import Sequence

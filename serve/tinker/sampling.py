@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 MOST_PENDING = 16384
 """The maximum number of pending completions of a key."""
-AT_ONCE = 256
+MAX_SAMPLES_AT_ONCE = 256
 """The maximum number of completions that each sampling process generates at a time."""
 CLOSE_S = 10.0
 """The maximum time in seconds that the service waits at shutdown for results that are being written."""
@@ -99,7 +99,7 @@ class SamplingService:
         vocabulary: int,
         weights: SamplerWeights,
         reader: ChunkImageReader,
-        at_once: int = AT_ONCE,
+        at_once: int = MAX_SAMPLES_AT_ONCE,
         longest: int = sys.maxsize,
     ) -> None:
         self._database, self._futures, self._replicas = database, futures, replicas

@@ -1,4 +1,4 @@
-"""The settings of the training service. Imports no torch."""
+"""The settings of the training service."""
 
 import hashlib
 from collections.abc import Mapping

@@ -43,7 +43,7 @@ from .database import Database
 from .futures import Futures
 from .passes import Passes
 from .sampler_weights import AdapterSnapshots, ModelSnapshots
-from .sampling import AT_ONCE, SamplingService
+from .sampling import MAX_SAMPLES_AT_ONCE, SamplingService
 from .settings import TrainingServiceSettings, read_keys
 from .training import Training
 from .training_group import POOL, ROLE, FullTrainingGroup, TrainingGroup
@@ -273,7 +273,7 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
             config.vocab_size,
             ModelSnapshots(replicas, str(folder)) if settings.full else AdapterSnapshots(replicas, settings.max_adapters),
             images,
-            AT_ONCE * args.samplers,
+            MAX_SAMPLES_AT_ONCE * args.samplers,
             engine.micro_batch.max_tokens,
         )
         app.append(TrainingApp(settings, database, futures, training, sampling, lambda: secrets.randbelow(2**62)))
@@ -317,7 +317,7 @@ def _training_group(
     folder = str(next(iter(settings.models.values())))
     if settings.full:
         model = ModelConfig(path=folder)
-        # Losses are sums over tokens without the auxiliary loss of a mixture's routers, so `FullTrainer` refuses models with it.
+        # Losses are sums over tokens without the auxiliary loss of a mixture's routers, so `FullWeightTrainer` refuses models with it.
         if router_aux_coef(read_config(model), model):
             model = replace(model, router_aux_loss_coef=0.0)
         # The learning rate is a placeholder: each step has its own optimizer settings.

@@ -34,11 +34,11 @@ from .turns import FairSemaphore
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 4 * PIECE_TOKENS
+MAX_TOKENS_AT_ONCE = 4 * PIECE_TOKENS
 """The number of tokens in one call of the training processes, after which other models and prompts get their turn."""
-PREPARED_AT_ONCE = 3
+MAX_PARSED_AT_ONCE = 3
 """The maximum number of requests that are parsed at the same time. Each occupies a thread, and the service needs threads for other work too."""
-RESTARTS = 8
+MAX_RESTARTS = 8
 """The maximum number of consecutive attempts to restart the training processes. After that, the scheduler stops."""
 
 
@@ -67,18 +67,18 @@ class Training:
         self._settings, self._database, self._futures, self._group = settings, database, futures, group
         self._passes, self._arguments = passes, arguments
         self._queues: dict[str, ModelQueue] = {}
-        self._turns = RoundRobin(AT_ONCE)
+        self._turns = RoundRobin(MAX_TOKENS_AT_ONCE)
         self._wake = asyncio.Event()
         self._arriving: defaultdict[str, list[QueuedRequest]] = defaultdict(list)
         """For each key, the requests that are being parsed and written to disk."""
-        self._preparing = FairSemaphore(PREPARED_AT_ONCE)
+        self._preparing = FairSemaphore(MAX_PARSED_AT_ONCE)
         self._lost: dict[str, int] = {}
         """For each result id, the number of calls of the training processes that failed while its request was computed."""
         self._ended: list[tuple[str, str]] = []
         """The models to free in the training processes, each with the folder of its saved state to remove, or an empty string."""
         self._operations = ModelOperations(settings, database, group)
         self._replay = Replay(database, group, passes, self._operations, arguments)
-        self.scoring = Scoring(group, AT_ONCE, self._wake.set)
+        self.scoring = Scoring(group, MAX_TOKENS_AT_ONCE, self._wake.set)
         """The queue of prompts whose log-probabilities are requested."""
         self._task: asyncio.Task[None] | None = None
         self.published: Callable[[str], None] = lambda model: None
@@ -461,19 +461,19 @@ class Training:
             await self._restart()
 
     async def _restart(self) -> None:
-        """Restart the training processes and restore all models, in up to `RESTARTS` attempts.
+        """Restart the training processes and restore all models, in up to `MAX_RESTARTS` attempts.
 
         Raises:
             WorkerLostError: Processes died in every attempt.
         """
-        for attempt in range(RESTARTS):
+        for attempt in range(MAX_RESTARTS):
             try:
                 self.scoring.forget()
                 await self._group.restart()
                 await self._restore_all()
                 return
             except WorkerLostError:
-                if attempt == RESTARTS - 1:
+                if attempt == MAX_RESTARTS - 1:
                     raise
             # The pause doubles, to about 3 s before the last attempt, because the cause may be temporary.
             await asyncio.sleep(0.05 * 2**attempt)

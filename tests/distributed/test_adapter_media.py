@@ -12,7 +12,7 @@ from drivetrain.engine.adapter_trainer import AdapterTrainer
 from drivetrain.engine.config import MicroBatchConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.conformance.reference import PlainReference
 from drivetrain.engine.conformance.tiny import save_tiny_model
-from drivetrain.engine.full_trainer import FullTrainer
+from drivetrain.engine.full_trainer import FullWeightTrainer
 from drivetrain.engine.tiny_media import IMAGE, tiny_media_document
 from helpers.adapters import (
     ADAM,
@@ -219,7 +219,7 @@ def test_all_weights_are_trained_with_images_too(tmp_path: Path) -> None:
     optim = OptimConfig(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_grad_norm=1.0)
     engine = build(folder, optim=optim)
     try:
-        trainer, plain = FullTrainer(engine, "m"), PlainWithMedia(folder)
+        trainer, plain = FullWeightTrainer(engine, "m"), PlainWithMedia(folder)
         for step in range(2):
             batch = calls_of("qwen3_vl", step)[0][1]
             (result,) = trainer.forward_backward([call("m", batch)])

@@ -15,7 +15,7 @@ from drivetrain.checkpoint_tools import merge
 from drivetrain.engine.adapter_checkpoint import adapter_config_of
 from drivetrain.engine.adapter_trainer import AdapterTrainer
 from drivetrain.engine.adapters.config import AdapterConfig
-from drivetrain.engine.call_trainer import AdapterCall, AdapterCallResult
+from drivetrain.engine.call_trainer import TrainingCall, TrainingCallResult
 from drivetrain.engine.config import LoraConfig, MicroBatchConfig, ModelConfig, OptimConfig, ParallelConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import CapabilityError, CheckpointError, ConfigError, DrivetrainError, NonFiniteError
@@ -34,7 +34,7 @@ OPTIM = OptimConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip
 ALL = ("attention", "mlp", "unembedding")
 
 
-def done(results: list[AdapterCallResult]) -> list[AdapterCallResult]:
+def done(results: list[TrainingCallResult]) -> list[TrainingCallResult]:
     for result in results:
         if result.error is not None:
             raise result.error
@@ -133,14 +133,14 @@ def mixed(trainer: AdapterTrainer, settings: AdapterConfig, random: Random) -> t
     trainer.bank["other0"].values[:] = float("nan")
     answers: list[Any] = []
 
-    def run(calls: list[AdapterCall]) -> None:
+    def run(calls: list[TrainingCall]) -> None:
         for one, result in zip(calls, done(trainer.forward_backward(calls)), strict=True):
             if one.adapter == "mine":
                 answers.append((result.loss, result.log_probs))
 
     for step in requests(7):
         waiting = [call("mine", shard(trainer, one)) for one in step]
-        calls: list[AdapterCall] = []
+        calls: list[TrainingCall] = []
         while waiting:
             if random.random() < 0.4:
                 calls.append(waiting.pop(0))
@@ -306,7 +306,7 @@ def calls_of_two(folder: str, settings: dict[str, Any], fails: bool) -> tuple[li
         if fails:
             # Only rank 0 has documents of it, and it is in another pass than the calls before it.
             shard = packed(several) if engine.topology.dp_rank == 0 else None
-            calls.insert(2, AdapterCall(adapter="a", batch=shard, loss=FailsOnNegative("cross_entropy")))
+            calls.insert(2, TrainingCall(adapter="a", batch=shard, loss=FailsOnNegative("cross_entropy")))
             results = trainer.forward_backward(calls)
         else:
             results = [result for one in calls for result in trainer.forward_backward([one])]

@@ -60,7 +60,9 @@ def test_calls_go_on_from_what_cancelled_ones_have_made(tmp_path: Path) -> None:
         lengths = []
         # Before it begins, when one of two processes has begun, and in the middle.
         for seconds in (0.0, 0.3, 1.0):
-            call = group.submit("rollout", "generate", prompts, OPTIONS, columns={"number": [*range(4)], "begun": begun})
+            call = group.submit(
+                "rollout", "generate", prompts, OPTIONS, columns={"number": [*range(4)], "partial_completions": begun}
+            )
             group.flush()
             time.sleep(seconds)
             assert group.cancel(call)
@@ -70,7 +72,7 @@ def test_calls_go_on_from_what_cancelled_ones_have_made(tmp_path: Path) -> None:
             lengths.append(sum(len(one.response) for ones in begun for one in ones))
         assert lengths == sorted(lengths)
         assert 0 < lengths[-1] < 8 * 150
-        rest = group["rollout"].generate(prompts, OPTIONS, columns={"number": [*range(4)], "begun": begun})
+        rest = group["rollout"].generate(prompts, OPTIONS, columns={"number": [*range(4)], "partial_completions": begun})
         batch = group.data.get_batch(rest)
         for name in ("input_ids", "labels"):
             assert getattr(batch, name).equal(getattr(whole, name))
@@ -81,8 +83,8 @@ def test_calls_go_on_from_what_cancelled_ones_have_made(tmp_path: Path) -> None:
         group.flush()
         assert not group.cancel(other)
         assert other.result() == [[7], {}]
-        with pytest.raises(WorkerError, match="a begun completion belongs to another prompt"):
-            group["rollout"].generate(prompts, OPTIONS, columns={"number": [*range(4)], "begun": begun[::-1]})
+        with pytest.raises(WorkerError, match="a partial completion belongs to another prompt"):
+            group["rollout"].generate(prompts, OPTIONS, columns={"number": [*range(4)], "partial_completions": begun[::-1]})
 
 
 @pytest.mark.slow

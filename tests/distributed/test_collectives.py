@@ -19,7 +19,7 @@ from drivetrain.engine.parallel.collectives import (
     broadcast_object,
     call_on_first,
     collective_errors,
-    known_to,
+    ranks_notified_of,
 )
 from drivetrain.engine.registry import engine_class
 from drivetrain.losses.sft import SFTLoss
@@ -161,7 +161,7 @@ def rank_subgroup() -> None:
 
     with pytest.raises(ValueError if rank == 1 else RemoteError) as caught:
         run()
-    assert known_to(caught.value) == frozenset(range(4))
+    assert ranks_notified_of(caught.value) == frozenset(range(4))
 
 
 def test_an_error_of_a_subgroup_reaches_the_larger_group() -> None:

@@ -17,11 +17,11 @@ from drivetrain.engine.config import EngineConfig, MicroBatchConfig, ModelConfig
 from drivetrain.engine.conformance.reference import PlainReference
 from drivetrain.engine.conformance.tiny import save_tiny_model, tiny_documents
 from drivetrain.engine.errors import ModelError
-from drivetrain.engine.fsdp import trial
+from drivetrain.engine.fsdp import packing_check
 from drivetrain.engine.fsdp.attention import attention_forward
 from drivetrain.engine.fsdp.families import EXACT, UNSUPPORTED, check_family, unseen_switches
 from drivetrain.engine.fsdp.options import FSDPOptions
-from drivetrain.engine.fsdp.trial import compare_packed, layer_kinds, trial_config
+from drivetrain.engine.fsdp.packing_check import compare_packed, layer_kinds, trial_config
 from drivetrain.engine.hf.auto_classes import CAUSAL_LMS
 from drivetrain.engine.ops.packed_context import PackedContext
 from drivetrain.engine.packing.convert import from_lists
@@ -141,7 +141,7 @@ def test_unknown_family_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     check_family(tiny_model_config("llama"), allow_unverified=False)
     granite = tiny_model_config("granite", logits_scaling=4.0)
     check_family(granite, allow_unverified=False)
-    monkeypatch.setattr(trial, "logit_transform", lambda config: LogitTransform())
+    monkeypatch.setattr(packing_check, "logit_transform", lambda config: LogitTransform())
     with pytest.raises(ModelError, match="different logits"):
         check_family(granite, allow_unverified=False)
     check_family(granite, allow_unverified=True)
@@ -153,7 +153,7 @@ def test_listed_family_with_a_switch_that_no_test_has_seen_is_tried(monkeypatch:
     for family, overrides in [*((f, {}) for f in FAMILIES), *VARIANTS]:
         assert not unseen_switches(tiny_model_config(family, **overrides))
     # The trial of this family fails where it is made, which shows whether it is.
-    monkeypatch.setattr(trial, "logit_transform", lambda config: LogitTransform())
+    monkeypatch.setattr(packing_check, "logit_transform", lambda config: LogitTransform())
     check_family(tiny_model_config("granite", hidden_size=128, num_hidden_layers=3), allow_unverified=False)
     unseen = tiny_model_config("granite", attention_bias=True, logits_scaling=4.0)
     with pytest.raises(
@@ -219,7 +219,7 @@ def test_trial_has_every_kind_of_layer_and_every_pair_of_neighbors(monkeypatch: 
     def without_convolutions(config: Any, *_: Any) -> Any:
         return AutoConfig.for_model("lfm2", hidden_size=64, num_hidden_layers=2, vocab_size=128)
 
-    monkeypatch.setattr(trial, "_cut", without_convolutions)
+    monkeypatch.setattr(packing_check, "_cut", without_convolutions)
     with pytest.raises(ModelError, match=r"no small model has the same kinds of layers.*Lfm2ShortConv"):
         check_family(config, allow_unverified=False)
 
@@ -234,7 +234,7 @@ def test_windows_and_order_make_kinds_of_layers() -> None:
     assert depth([sliding] * 31 + [full]) == 32
     sparse = trial_config(decoder_config("minimax_m3_vl_text"))
     # A choice of keys that leaves out some of the longest document's, as the model's own does at full length.
-    assert sparse.index_topk_blocks * sparse.index_block_size < max(trial.LENGTHS)
+    assert sparse.index_topk_blocks * sparse.index_block_size < max(packing_check.LENGTHS)
 
 
 def test_attention_in_both_directions_is_refused() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from drivetrain.engine.errors import DataMissingError, ManifestError, RemoteError
 from drivetrain.engine.parallel.process_groups import EngineGroups
 from drivetrain.workers.data_plane.plan import Column, worker_id
-from drivetrain.workers.data_plane.redistributor import Need
+from drivetrain.workers.data_plane.redistributor import ColumnRequest
 from drivetrain.workers.data_plane.sequence_buffer import SequenceBuffer
 from drivetrain.workers.groups.group_call import FlushManifest, GroupCall, PlannedHook, transfer
 from drivetrain.workers.process.flush import run_flush
@@ -39,7 +39,7 @@ class Meeting:
         self.size, self.name = len(ranks), config
         self.loaded: list[float] = []
 
-    def _meet(self, tag: str) -> str:
+    def _wait_for_all_ranks(self, tag: str) -> str:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, (self.name, tag), group=self._group)
         assert found == [(self.name, tag)] * self.size, found
@@ -47,7 +47,7 @@ class Meeting:
 
     @register("all")
     def run(self, tag: str) -> str:
-        return self._meet(tag)
+        return self._wait_for_all_ranks(tag)
 
     @register("all")
     def fail(self, tag: str) -> str:
@@ -55,15 +55,15 @@ class Meeting:
 
     @register("all")
     def to(self, where: str) -> None:
-        self._meet(f"to {where}")
+        self._wait_for_all_ranks(f"to {where}")
 
     @register("all")
     def save_checkpoint(self, root: str, step: int, extra: Any) -> str:
-        return self._meet(f"{root}/{step}")
+        return self._wait_for_all_ranks(f"{root}/{step}")
 
     @contextmanager
     def weights(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
-        yield ((self._meet(f"weight {i}"), torch.full((3,), float(i))) for i in range(4))
+        yield ((self._wait_for_all_ranks(f"weight {i}"), torch.full((3,), float(i))) for i in range(4))
 
     def load_weights(self, weights: Any) -> None:
         self.loaded = [float(tensor[0]) for _, tensor in weights]
@@ -104,7 +104,7 @@ def program(rng: random.Random, meshes: Sequence[Sequence[int]], number: int, bu
         before = [state_hook(rng, meshes, f"{title} before {x}") for x in range(rng.randint(0, 2))]
         after = [state_hook(rng, meshes, f"{title} after {x}") for x in range(rng.randint(0, 2))]
         needs = [
-            Need(targets=(name,), ids=rng.sample(sorted(buffer._samples), 2), keys=("input_ids",))
+            ColumnRequest(targets=(name,), ids=rng.sample(sorted(buffer._samples), 2), keys=("input_ids",))
             for name in rng.sample(everyone, rng.randint(1, len(everyone)))
         ]
         moving = transfer(needs, buffer, title, [])
@@ -287,7 +287,7 @@ def rank_failing_hook() -> bool:
     everyone = tuple(worker_id("main", rank) for rank in range(size))
     buffer = SequenceBuffer()
     buffer.add(["gone"], [2], [IDS], [everyone[0]])
-    needs = [Need(targets=everyone[1:], ids=["gone"], keys=("input_ids",))]
+    needs = [ColumnRequest(targets=everyone[1:], ids=["gone"], keys=("input_ids",))]
     moving = transfer(needs, buffer, "batch", [])
     assert moving is not None
     first, second = three_calls(1).calls[:2]

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.engine.call_trainer import AdapterCall
+from drivetrain.engine.call_trainer import TrainingCall
 from drivetrain.engine.config import MicroBatchConfig, OptimConfig, ParallelConfig, PrecisionConfig
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import ConfigError, NonFiniteError
-from drivetrain.engine.full_trainer import FullTrainer
+from drivetrain.engine.full_trainer import FullWeightTrainer
 from drivetrain.engine.loss import LossSums, OutputRequest
 from drivetrain.engine.registry import is_installed
 from drivetrain.losses.token_sums import FORMULAS
@@ -34,7 +34,7 @@ def full_engine(folder: Path | str, **settings: Any) -> Any:
     )
 
 
-def worst_difference(trainer: FullTrainer, folder: str, steps: int = 4) -> float:
+def worst_difference(trainer: FullWeightTrainer, folder: str, steps: int = 4) -> float:
     """Train beside plain transformers; the largest difference of a loss, a log-probability or a gradient norm, relative if above 1."""
     plain, random, worst, losses = PlainModel(folder), Random(0), 0.0, list(FORMULAS)
     topology = trainer.engine.topology
@@ -74,14 +74,14 @@ def worst_difference(trainer: FullTrainer, folder: str, steps: int = 4) -> float
 def test_numbers_are_those_of_plain_transformers(family: str, tmp_path: Path, process_group: None) -> None:
     folder = save_tiny_model(tmp_path / family, family)
     engine = full_engine(folder)
-    assert worst_difference(FullTrainer(engine, "m"), str(folder)) < 2e-5
+    assert worst_difference(FullWeightTrainer(engine, "m"), str(folder)) < 2e-5
     engine.close()
 
 
 def rank_difference(folder: str, settings: dict[str, Any]) -> float:
     engine = full_engine(folder, **settings)
     try:
-        return worst_difference(FullTrainer(engine, "m"), folder)
+        return worst_difference(FullWeightTrainer(engine, "m"), folder)
     finally:
         engine.close()
 
@@ -118,11 +118,11 @@ class Failing:
 def test_a_loss_that_fails_drops_the_gradients_and_nothing_else(tmp_path: Path, process_group: None) -> None:
     folder = save_tiny_model(tmp_path / "model", "llama")
     engine, random = full_engine(folder), Random(1)
-    trainer = FullTrainer(engine, "m")
+    trainer = FullWeightTrainer(engine, "m")
     batch = documents(random, 2)
     trainer.forward_backward([call("m", batch)])
     failed, sound = trainer.forward_backward(
-        [AdapterCall(adapter="m", batch=packed(batch), loss=Failing()), call("m", batch)]  # type: ignore[arg-type]
+        [TrainingCall(adapter="m", batch=packed(batch), loss=Failing()), call("m", batch)]  # type: ignore[arg-type]
     )
     assert "no such loss" in str(failed.error)
     assert sound.error is None
@@ -130,7 +130,7 @@ def test_a_loss_that_fails_drops_the_gradients_and_nothing_else(tmp_path: Path, 
     # The call before is gone, the one beside it is not.
     plain.forward_backward(batch, "cross_entropy")
     assert trainer.optim_step(OPTIM).grad_norm == pytest.approx(plain.step(OPTIM), rel=1e-5)
-    wrong, unknown = (AdapterCall(adapter=name, batch=packed(batch), loss=call("m", batch).loss) for name in ("other", None))
+    wrong, unknown = (TrainingCall(adapter=name, batch=packed(batch), loss=call("m", batch).loss) for name in ("other", None))
     assert "'other'" in str(trainer.forward_backward([wrong])[0].error)
     assert trainer.forward_backward([unknown])[0].error is not None
     engine.close()
@@ -140,7 +140,7 @@ def test_a_loss_that_fails_drops_the_gradients_and_nothing_else(tmp_path: Path, 
 def test_a_gradient_that_is_not_finite_changes_nothing(policy: str, tmp_path: Path, process_group: None) -> None:
     folder = save_tiny_model(tmp_path / "model", "llama")
     engine = full_engine(folder, non_finite=policy)
-    trainer, (document,) = FullTrainer(engine, "m"), documents(Random(2), 1)
+    trainer, (document,) = FullWeightTrainer(engine, "m"), documents(Random(2), 1)
     before = trainer.forward_backward([call("m", [document], forward_only=True)])[0].loss
     trainer.forward_backward([call("m", [{**document, "loss_weights": [float("nan")] * len(document["tokens"])}])])
     with pytest.raises(NonFiniteError, match="it was dropped"):
@@ -156,5 +156,5 @@ def test_engines_that_train_something_else_are_refused(tmp_path: Path, process_g
     folder = save_tiny_model(tmp_path / "model", "qwen3_moe")
     engine = full_engine(folder, model={"router_aux_loss_coef": 0.1})
     with pytest.raises(ConfigError, match=r"router_aux_loss_coef=0\.1"):
-        FullTrainer(engine, "m")
+        FullWeightTrainer(engine, "m")
     engine.close()

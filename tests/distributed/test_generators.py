@@ -114,7 +114,7 @@ NOT_PAGED = ("kimi_linear", "zamba2", "llama4_text")
 )
 def test_families_with_state_conform(family: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     # Copies for several responses, other prompts in the batch, new weights, and what is left of requests that ended.
-    checks = ["greedy", "log_probs", "shared_prompts", "pause", "cancel", "begun", "seeds"]
+    checks = ["greedy", "log_probs", "shared_prompts", "pause", "cancel", "resumed", "seeds"]
     assert conformance([name, "--family", family, "--only", *checks]) == 0, capsys.readouterr().out
 
 

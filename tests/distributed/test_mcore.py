@@ -246,10 +246,10 @@ def test_two_engines_work_side_by_side_on_halves_of_the_ranks(folder: Path) -> N
 
 
 def test_the_stand_in_for_cuda_ends_with_its_scope() -> None:
-    from drivetrain.engine.mcore.cpu import cuda_means_cpu
+    from drivetrain.engine.mcore.cpu import cuda_calls_use_cpu
 
     before = torch.cuda.current_device
-    with cuda_means_cpu():
+    with cuda_calls_use_cpu():
         assert torch.empty(1, device="cuda").device.type == "cpu"
         assert torch.zeros(1).cuda().device.type == "cpu"
         assert torch.zeros(1).type() == "torch.cuda.FloatTensor"

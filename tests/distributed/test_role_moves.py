@@ -16,7 +16,7 @@ from drivetrain.engine.offload import PARTS, Offloader, StatePart
 from drivetrain.generation.options import RolloutConfig, SamplingOptions
 from drivetrain.generation.placement import GeneratorPlacement
 from drivetrain.workers.groups.local import LocalWorkerGroup
-from drivetrain.workers.process.moves import HalfMove, plan_moves
+from drivetrain.workers.process.moves import PlacementStep, plan_moves
 from drivetrain.workers.process.role_host import RoleHost, RoleSpec
 from drivetrain.workers.roles.generator import RolloutWorker
 from helpers.harness import run_ranks
@@ -27,12 +27,12 @@ ROWS = json.loads((EXAMPLES / "rollouts.json").read_text())
 HERE, AWAY, ABSENT = GeneratorPlacement(), GeneratorPlacement("host", "absent"), GeneratorPlacement("absent", "absent")
 
 
-def engine(place: str, part: str | None = None) -> HalfMove:
-    return HalfMove("engine", place, part)
+def engine(place: str, part: str | None = None) -> PlacementStep:
+    return PlacementStep("engine", place, part)
 
 
-def generator(place: str, part: str | None = None) -> HalfMove:
-    return HalfMove("generator", place, part)
+def generator(place: str, part: str | None = None) -> PlacementStep:
+    return PlacementStep("generator", place, part)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def generator(place: str, part: str | None = None) -> HalfMove:
     ],
 )
 def test_each_half_of_a_role_takes_the_places_and_parts_that_it_has(
-    place: str, part: str | None, present: GeneratorPlacement, moves: list[HalfMove]
+    place: str, part: str | None, present: GeneratorPlacement, moves: list[PlacementStep]
 ) -> None:
     assert plan_moves(place, part, present) == moves
 

@@ -16,7 +16,7 @@ from drivetrain.engine.errors import ModelError, TopologyError
 from drivetrain.engine.fsdp import build as build_module
 from drivetrain.engine.fsdp.attention import IMPLEMENTATION
 from drivetrain.engine.fsdp.compile import compile_model
-from drivetrain.engine.hf.state_layers import carry_states_in_documents, check_context_parallelism
+from drivetrain.engine.hf.state_layers import check_context_parallelism, reset_states_between_documents
 from drivetrain.engine.packing.convert import from_lists
 from drivetrain.engine.tiny_configs import WITH_STATE, tiny_model_config
 from drivetrain.losses.sft import SFTLoss
@@ -108,7 +108,7 @@ def test_adapters_that_would_have_no_effect_are_refused(tmp_path: Path, process_
 
 def test_models_without_documents_and_with_caches_are_refused() -> None:
     model = AutoModelForCausalLM.from_config(tiny_model_config("qwen3_next"), attn_implementation=IMPLEMENTATION)
-    carry_states_in_documents(model)
+    reset_states_between_documents(model)
     ids = torch.tensor([[3, 4, 5]])
     with pytest.raises(ModelError, match="does not pass its arguments down to Qwen3NextGatedDeltaNet"):
         model(input_ids=ids, use_cache=False)
@@ -123,7 +123,7 @@ def test_context_parallelism_that_splits_no_heads_is_refused() -> None:
     def model_of(family: str) -> Any:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(tiny_model_config(family))
-        carry_states_in_documents(model)
+        reset_states_between_documents(model)
         return model
 
     check_context_parallelism(model_of("nemotron_h"), "nemotron_h", 8)

@@ -200,8 +200,8 @@ BEFOREHAND: list[tuple[str, Callable[[Path], object], list[str], str]] = [
     (
         "last answer of each",
         nothing,
-        ["data.learn=last_completion", "data.turns=per_turn"],
-        "data.learn=last_completion with data.turns=per_turn",
+        ["data.train_on=last_completion", "data.turns=per_turn"],
+        "data.train_on=last_completion with data.turns=per_turn",
     ),
     ("a name on the Hub", nothing, ["model.path=models/tiny"], "model.path=models/tiny: there is no such folder"),
     ("a damaged tokenizer", lambda t: (t / "model" / "tokenizer.json").write_text("{"), [], "tokenizer.json is damaged"),

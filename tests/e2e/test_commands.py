@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from drivetrain import cli
+from drivetrain.commands import COMMANDS, SECTIONS
 from drivetrain.engine.tested import TESTED
 from helpers.preloaded import SERVER, server_environment
 
@@ -75,6 +76,13 @@ def test_what_it_refuses(words: list[str], message: str, started: list[list[str]
     assert printed.err.count("\n") == 1
     assert not printed.out
     assert not started
+
+
+def test_help_lists_every_command_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sorted(name for names in SECTIONS.values() for name in names) == sorted(COMMANDS)
+    assert cli.main(["--help"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert sorted(listed) == sorted(COMMANDS)
 
 
 def test_it_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:

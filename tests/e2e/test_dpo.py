@@ -406,8 +406,8 @@ def test_the_demo_learns(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
         (rm, ["rm.centering=-1"], "rm.centering=-1.0; it must be 0 or more"),
         (
             rm,
-            ["trainer.generate=2", "data.eval=[PAIRS]"],
-            "trainer.generate=2: reward modeling trains a model that cannot generate text",
+            ["trainer.eval_completions=2", "data.eval=[PAIRS]"],
+            "trainer.eval_completions=2: reward modeling trains a model that cannot generate text",
         ),
         (
             rm,

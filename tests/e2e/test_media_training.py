@@ -195,8 +195,8 @@ def test_sft_on_pictures_equals_plain_transformers(task: Path, tmp_path: Path) -
     more = (
         f"data.eval=[{task / 'data' / 'sft.jsonl'}]",
         "trainer.eval_every=2",
-        "trainer.generate=2",
-        "trainer.generate_tokens=4",
+        "trainer.eval_completions=2",
+        "trainer.eval_max_tokens=4",
     )
     assert sft(words(task, tmp_path / "run", "sft", *more)) == 0
     check(tmp_path / "run", sft_steps(task))

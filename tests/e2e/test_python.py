@@ -282,7 +282,7 @@ def without_marks(text: str) -> str:
 
 def test_answers_are_measured_and_select_the_best_checkpoint(task: Path) -> None:
     config = config_of(
-        task, "run", "trainer.generate=12", "trainer.generate_tokens=6", "trainer.eval_every=1",
+        task, "run", "trainer.eval_completions=12", "trainer.eval_max_tokens=6", "trainer.eval_every=1",
         "trainer.metrics=[exact_match]", "trainer.best_metric=length",
     )  # fmt: skip
     SFTTrainer(config, train_data=rows_of(task), eval_data=rows_of(task, "eval"), metrics=[length]).train()
@@ -366,7 +366,9 @@ def test_a_dry_run_finds_what_the_run_would(task: Path, capsys: pytest.CaptureFi
 
 
 def test_metrics_select_by_the_higher_value(task: Path) -> None:
-    config = config_of(task, "run", "trainer.generate=1", "trainer.metrics=[exact_match]", "trainer.best_metric=exact_match")
+    config = config_of(
+        task, "run", "trainer.eval_completions=1", "trainer.metrics=[exact_match]", "trainer.best_metric=exact_match"
+    )
     trainer = SFTTrainer(config, train_data=rows_of(task))
     watch = EarlyStopping.of(
         config.trainer, evaluation_metrics(trainer.make_method(), CompletionMetrics.of(config.trainer.metrics))
@@ -486,7 +488,9 @@ def test_a_frame_is_refused_with_the_way_out_and_metrics_need_answers(task: Path
 
     with pytest.raises(ConfigError, match=r"train_data is a Frame; give train_data=frame.to_dict\('records'\)"):
         SFTTrainer(config_of(task, "run"), train_data=Frame())  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"metrics are given, which measure generated answers, but trainer.generate=0"):
+    with pytest.raises(
+        ConfigError, match=r"metrics are given, which measure generated answers, but trainer.eval_completions=0"
+    ):
         SFTTrainer(config_of(task, "run"), train_data=rows_of(task), eval_data=rows_of(task), metrics=[length]).train()
 
 

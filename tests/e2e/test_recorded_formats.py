@@ -18,7 +18,7 @@ import pytest
 from drivetrain.checkpoint_tools.commands import main as checkpoint_tool
 from drivetrain.engine.errors import ConfigError
 from drivetrain.losses.policy import PolicyLoss
-from drivetrain.losses.registry import ByName
+from drivetrain.losses.registry import RegistryConfig
 from drivetrain.trainers.config.parse import parse
 from drivetrain.trainers.config.rl import PPOConfig
 from drivetrain.trainers.config.runs import SFTConfig
@@ -75,7 +75,7 @@ def with_class(plain: Any, name: str) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", [PolicyLoss, AdvantageConfig])
-def test_losses_in_messages_keep_their_settings(kind: type[ByName]) -> None:
+def test_losses_in_messages_keep_their_settings(kind: type[RegistryConfig]) -> None:
     """Messages of before have the settings of all objectives and estimators; now they have those of one, under the same names."""
     codec, names, found = Codec(Registry(), binary=True), Names(["drivetrain.engine.loss:OutputRequest"]), 0
     for record in frames():

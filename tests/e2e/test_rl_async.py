@@ -196,7 +196,7 @@ def test_new_weights_take_over_inside_answers(task: Path, tmp_path: Path) -> Non
     steps, written = 6, tmp_path / "weights"
     written.mkdir()
     more = [*SETTINGS, *APART, "rollout.generator=helpers.hesitant:RecordingGenerator", f"rollout.options.folder={written}"]
-    more += ["rl.staleness=2", "rl.swap_at=token", f"trainer.max_steps={steps}"]
+    more += ["rl.staleness=2", "rl.inflight_weight_updates=true", f"trainer.max_steps={steps}"]
     more += ["trainer.bundle_every=1", "rewards.settings.format.regex=.*", "rewards.weights.format=1", "rollout.max_tokens=12"]
     more += ["trainer.save_every=4", "group.sync_changes=false"]
     run = tmp_path / "run"
@@ -325,16 +325,16 @@ def test_a_run_that_is_killed_at_random_learns_the_same(tmp_path: Path, stalenes
         (["rl.staleness=-1"], r"rl\.staleness=-1"),
         (["rollout.held_versions=2"], r"rollout\.held_versions=2 is not used without rl\.staleness"),
         ([*APART, "rl.staleness=1", "rollout.held_versions=2"], "which needs at most 1"),
-        (["rl.swap_at=token"], r"rl\.swap_at=token with rl\.staleness=0"),
+        (["rl.inflight_weight_updates=true"], r"rl\.inflight_weight_updates=true with rl\.staleness=0"),
         (
-            [*APART, "rl.staleness=2", "rl.swap_at=token", "rollout.held_versions=2"],
+            [*APART, "rl.staleness=2", "rl.inflight_weight_updates=true", "rollout.held_versions=2"],
             "where all completions continue with the newest weights",
         ),
         (
             [
                 *APART,
                 "rl.staleness=2",
-                "rl.swap_at=token",
+                "rl.inflight_weight_updates=true",
                 "rollout.generator=vllm",
                 "rollout.options.tp=2",
                 "group.pools.rollout=2",

@@ -398,7 +398,7 @@ def test_damaged_checkpoints_do_not_push_out_good_ones(task: Path) -> None:
 def test_answers_are_those_of_plain_generation(task: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    asked = ("trainer.generate=3", "trainer.generate_tokens=4", "trainer.max_steps=12", "trainer.eval_every=6")
+    asked = ("trainer.eval_completions=3", "trainer.eval_max_tokens=4", "trainer.max_steps=12", "trainer.eval_every=6")
     assert main(words(task, held_out(task), *asked)) == 0
     told = [json.loads(line) for line in (task / "run" / "completions.jsonl").read_text().splitlines()]
     assert [t["step"] for t in told] == [6, 6, 6, 12, 12, 12]

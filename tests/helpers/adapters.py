@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from drivetrain.engine.adapter_trainer import AdapterTrainer
 from drivetrain.engine.adapters.config import AdapterConfig
 from drivetrain.engine.base import BaseEngine
-from drivetrain.engine.call_trainer import AdapterCall, CallTrainer
+from drivetrain.engine.call_trainer import CallTrainer, TrainingCall
 from drivetrain.engine.config import OptimConfig
 from drivetrain.engine.hf.lora import as_peft_stores
 from drivetrain.engine.hf.names import expert_factor
@@ -82,9 +82,9 @@ def packed(documents: Sequence[Document]) -> PackedBatch:
 
 def call(
     adapter: str | None, documents: Sequence[Document] | None, loss: str = "cross_entropy", *, forward_only: bool = False
-) -> AdapterCall:
+) -> TrainingCall:
     batch = packed(documents) if documents else None
-    return AdapterCall(adapter=adapter, batch=batch, loss=TokenSumLoss(loss), forward_only=forward_only)
+    return TrainingCall(adapter=adapter, batch=batch, loss=TokenSumLoss(loss), forward_only=forward_only)
 
 
 class PlainModel:

@@ -76,8 +76,8 @@ class LosesTokensOfCancelled(StaticGenerator):
 class GoesOnWithOtherNumbers(StaticGenerator):
     """It goes on with other random numbers."""
 
-    def _go_on(self, title: str, stream: TokenStream, before: Generation) -> None:
-        super()._go_on(title, stream, before)
+    def _resume(self, title: str, stream: TokenStream, before: Generation) -> None:
+        super()._resume(title, stream, before)
         stream._uniform = UniformNumbers(stream.seed + 1)
 
 
@@ -149,7 +149,7 @@ DEFECTS: dict[str, str] = {
     "GoesOnAfterStop": "stops",
     "AllAtOnce": "streams",
     "LosesTokensOfCancelled": "cancel",
-    "GoesOnWithOtherNumbers": "begun",
+    "GoesOnWithOtherNumbers": "resumed",
     "NeverPauses": "pause",
     "KeepsPrefixes": "weights_in_flight",
     "KeepsBatch": "weights_in_flight",

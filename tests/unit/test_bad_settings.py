@@ -71,7 +71,7 @@ sft data.weights=[0]  =>  data.weights=[0.0]; weights must be more than 0: to le
 sft data.weights=[nan]  =>  data.weights=[nan]; weights must be more than 0: to leave a source out, remove it from data.train
 sft data.weights=[-1]  =>  data.weights=[-1.0]; weights must be more than 0: to leave a source out, remove it from data.train
 sft data.seed=-1  =>  data.seed=-1; it must be at least 0
-sft data.learn=prompt  =>  data.learn=prompt; it must be one of completions, last_completion, all
+sft data.train_on=prompt  =>  data.train_on=prompt; it must be one of completions, last_completion, all
 sft data.format=chatml  =>  data.format=chatml; it must be one of auto, messages, prompt_completion, shar
 sft data.turns=none  =>  data.turns=none; it must be one of auto, single, per_turn
 sft data.too_long=truncate  =>  data.too_long=truncate; it must be one of error, skip, truncate_left, truncat
@@ -91,10 +91,10 @@ sft trainer.eval_every=10  =>  trainer.eval_every=10 needs data.eval, which is n
 sft trainer.patience=3  =>  trainer.patience=3 counts evaluations, but the only evaluation is at the end; set trainer.eval_every
 sft trainer.best_metric=f1  =>  trainer.best_metric=f1 needs data.eval, which is not set
 sft trainer.best_metric=accuracy  =>  trainer.best_metric=accuracy needs data.eval, which is not set
-sft trainer.generate=-1  =>  trainer.generate=-1; it must be at least 0
-sft trainer.generate=3  =>  trainer.generate=3 needs data.eval, which is not set
-sft trainer.metrics=[exact_match]  =>  trainer.metrics=['exact_match'] scores generated completions, but trainer.generate=0; set it to their nu
-sft trainer.metrics=exact  =>  trainer.metrics=['exact'] scores generated completions, but trainer.generate=0; set it to their number
+sft trainer.eval_completions=-1  =>  trainer.eval_completions=-1; it must be at least 0
+sft trainer.eval_completions=3  =>  trainer.eval_completions=3 needs data.eval, which is not set
+sft trainer.metrics=[exact_match]  =>  trainer.metrics=['exact_match'] scores generated completions, but trainer.eval_completions=0; set it to their nu
+sft trainer.metrics=exact  =>  trainer.metrics=['exact'] scores generated completions, but trainer.eval_completions=0; set it to their number
 sft trainer.loggers=[tensorbord]  =>  trainer.loggers names 'tensorbord'; the loggers are console, jsonl, tensorboard, wandb
 sft trainer.loggers=none  =>  trainer.loggers names 'none'; the loggers are console, jsonl, tensorboard, wandb
 sft trainer.keep_last=0  =>  trainer.keep_last=0; it must be at least 1
@@ -191,10 +191,10 @@ dpo dpo.loss=kto data.batch_size=1  =>  data.batch_size=1: kto compares each com
 dpo dpo.loss_weights={sigmoid: 0}  =>  dpo.loss_weights.sigmoid=0.0; it must be a number above 0
 dpo dpo.loss_weights={foo: 1}  =>  dpo.loss_weights.foo=1.0; choose one of aot, apo_down, apo_zero, bco_pair
 dpo dpo.divergence=kl  =>  dpo.divergence=kl; it must be one of reverse_kl, forward_kl, js_divergence, a
-dpo data.learn=all  =>  data.learn=all: DPO compares entire completions; unset it
+dpo data.train_on=all  =>  data.train_on=all: DPO compares entire completions; unset it
 dpo data.streaming=true reference.mode=cached trainer.max_steps=5  =>  reference.mode=cached with data.streaming=true, which stores nothing; use reference.mode=model, or b
 rm model.head=lm  =>  model.head=lm: reward modeling trains a value head, which gives one number per text; set model.head=
-rm trainer.generate=2 data.eval=[DATA]  =>  trainer.generate=2: reward modeling trains a model that cannot generate text; set it to 0
+rm trainer.eval_completions=2 data.eval=[DATA]  =>  trainer.eval_completions=2: reward modeling trains a model that cannot generate text; set it to 0
 rm rm.centering=-1  =>  rm.centering=-1.0; it must be 0 or more
 rm rm.centering=1e30  =>  rm.centering=1e+30; it must be at most 1e+06
 rm rm.centering=nan  =>  rm.centering=nan; it must be 0 or more

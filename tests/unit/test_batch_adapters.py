@@ -241,7 +241,7 @@ def test_answers_of_no_tokens_and_batches_of_no_rows() -> None:
     assert empty.answer({"log_probs": torch.zeros(0)})["log_probs"].shape == (0, 3)
 
 
-def test_passengers_ride_along() -> None:
+def test_extra_fields_are_kept() -> None:
     data = {**GOOD, "uid": torch.tensor([4.0, 5.0]), "source": ["a", "b"], "pixels": torch.zeros(2, 3, 4)}
     with pytest.raises(BatchError, match="'uid'"):
         opened(data)

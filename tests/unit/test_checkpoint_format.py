@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from drivetrain.checkpoint_tools.commands import main as checkpoint_command
-from drivetrain.engine.checkpoint.hf_folder import whole_folder
+from drivetrain.engine.checkpoint.hf_folder import atomic_folder
 from drivetrain.engine.checkpoint.machine import describe_machine, warn_of_another_machine
 from drivetrain.engine.checkpoint.manifest import CHECKSUM, CheckpointManifest, write_manifest
 from drivetrain.engine.checkpoint.retention import find_checkpoint, folder_name, latest, recover, rotate, steps
@@ -366,7 +366,7 @@ def test_an_exports_name_is_no_pattern(tmp_path: Path) -> None:
     # Another export that is being written, and what a killed one of this name left behind.
     for name in ("exp1", "exp?"):
         (tmp_path / f".tmp-{name}-0badcafe").mkdir()
-    with whole_folder(tmp_path / "exp?") as folder:
+    with atomic_folder(tmp_path / "exp?") as folder:
         (folder / "config.json").write_text("{}")
     assert sorted(p.name for p in tmp_path.iterdir()) == [".tmp-exp1-0badcafe", "exp?"]
 

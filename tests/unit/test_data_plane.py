@@ -17,7 +17,7 @@ from drivetrain.workers.data_plane import store as store_module
 from drivetrain.workers.data_plane.data_ref import DataRef
 from drivetrain.workers.data_plane.dataset import DatasetSpec, ShardedDataset
 from drivetrain.workers.data_plane.plan import ITEM_SIZES, Column, Load, Round, part_of, pool_of
-from drivetrain.workers.data_plane.redistributor import Need, plan_redistribution
+from drivetrain.workers.data_plane.redistributor import ColumnRequest, plan_redistribution
 from drivetrain.workers.data_plane.samples import batch_of, columns_of
 from drivetrain.workers.data_plane.sequence_buffer import SequenceBuffer
 from drivetrain.workers.data_plane.store import DTYPES, DataStore, empty_pieces
@@ -38,7 +38,7 @@ KEYS = ["x", "y"]
 
 
 @st.composite
-def situations(draw: Any) -> tuple[SequenceBuffer, list[Need]]:
+def situations(draw: Any) -> tuple[SequenceBuffer, list[ColumnRequest]]:
     """Samples somewhere, and shares of processes that need some of them."""
     buffer, ids = SequenceBuffer(), [f"s{i}" for i in range(draw(st.integers(1, 8)))]
     for sample in ids:
@@ -53,7 +53,7 @@ def situations(draw: Any) -> tuple[SequenceBuffer, list[Need]]:
     for share in shares:
         own = draw(st.lists(st.sampled_from(ids), unique=True))
         keys = draw(st.lists(st.sampled_from(KEYS), unique=True, min_size=1))
-        needs.append(Need(targets=tuple(share), ids=own, keys=tuple(keys)))
+        needs.append(ColumnRequest(targets=tuple(share), ids=own, keys=tuple(keys)))
     return buffer, needs
 
 
@@ -82,7 +82,7 @@ def play(rounds: Sequence[Round], held: dict[str, set[tuple[str, str]]]) -> None
 
 @settings(max_examples=100)
 @given(situations())
-def test_a_plan_meets_all_needs_and_sends_nothing_twice(situation: tuple[SequenceBuffer, list[Need]]) -> None:
+def test_a_plan_meets_all_needs_and_sends_nothing_twice(situation: tuple[SequenceBuffer, list[ColumnRequest]]) -> None:
     buffer, needs = situation
     held = has(buffer)
     rounds = plan_redistribution(needs, buffer)
@@ -128,7 +128,7 @@ def test_every_kind_of_step() -> None:
         buffer.add([f"s{i}"], [3], [IDS], [holder])
 
     def kinds(*needs: tuple[tuple[str, ...], list[str]]) -> list[list[str]]:
-        planned = [Need(targets=targets, ids=ids, keys=("input_ids",)) for targets, ids in needs]
+        planned = [ColumnRequest(targets=targets, ids=ids, keys=("input_ids",)) for targets, ids in needs]
         return [[step.kind for step in steps] for steps in plan_redistribution(planned, buffer)]
 
     assert kinds((("a/0",), ["s0"])) == []
@@ -140,17 +140,17 @@ def test_every_kind_of_step() -> None:
     assert kinds((("b/0", "b/1", "b/2"), ["s0"])) == [["copy"], ["broadcast"]]
     assert kinds((("b/0", "b/1"), ["s0"])) == [["copy"], ["copy"]]
     with pytest.raises(DataMissingError, match="the samples 's0' have no log_probs@3") as found:
-        plan_redistribution([Need(targets=("a/0",), ids=["s0"], keys=("log_probs@3",))], buffer)
+        plan_redistribution([ColumnRequest(targets=("a/0",), ids=["s0"], keys=("log_probs@3",))], buffer)
     assert found.value.ids == ["s0"]
     with pytest.raises(DataMissingError, match="the samples 's9' are not in the data store"):
-        plan_redistribution([Need(targets=("a/0",), ids=["s9"], keys=("input_ids",))], buffer)
+        plan_redistribution([ColumnRequest(targets=("a/0",), ids=["s9"], keys=("input_ids",))], buffer)
 
 
 def test_several_holders_share_the_sending() -> None:
     buffer = SequenceBuffer()
     for i in range(4):
         buffer.add([f"s{i}"], [100 - i], [Column(f"k{i}", "int64", "token")], ["a/0", "a/1"])
-    needs = [Need(targets=("a/2",), ids=[f"s{i}"], keys=(f"k{i}",)) for i in range(4)]
+    needs = [ColumnRequest(targets=("a/2",), ids=[f"s{i}"], keys=(f"k{i}",)) for i in range(4)]
     loads = [load for steps in plan_redistribution(needs, buffer) for step in steps for load in step.loads]
     assert sorted(load.source for load in loads) == ["a/0", "a/0", "a/1", "a/1"]
 
@@ -406,7 +406,7 @@ def test_references_are_selected_joined_and_renamed() -> None:
 
 def test_the_buffer_says_what_each_sample_lacks_and_who_has_taken_it() -> None:
     buffer = reference(4).buffer
-    assert buffer.lacking(["s0", "s3"], ["input_ids", "values@2"]) == {"s0": ["values@2"], "s3": ["values@2"]}
+    assert buffer.missing_columns(["s0", "s3"], ["input_ids", "values@2"]) == {"s0": ["values@2"], "s3": ["values@2"]}
     assert buffer.ready(["log_probs"], "critic.update", 5) == []
     assert buffer.ready(["log_probs"], "critic.update", 3) == ["s0", "s1", "s2"]
     # Each sample once for each call.
@@ -436,7 +436,9 @@ def numbers(count: int) -> Sequence[Mapping[str, Any]]:
 
 
 @given(situations(), st.sets(st.sampled_from(PLACES)))
-def test_what_workers_held_that_are_gone_is_forgotten(situation: tuple[SequenceBuffer, list[Need]], gone: set[str]) -> None:
+def test_what_workers_held_that_are_gone_is_forgotten(
+    situation: tuple[SequenceBuffer, list[ColumnRequest]], gone: set[str]
+) -> None:
     buffer, _ = situation
     before = has(buffer)
     buffer.forget_workers(gone)

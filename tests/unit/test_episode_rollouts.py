@@ -46,7 +46,7 @@ def config_of(staleness: int, per_call: int | None, held: int | None, waits: boo
     words += [f"rollout.prompts_per_call={per_call}"] if per_call else []
     words += [f"rollout.held_versions={held}"] if held else []
     words += [f"environment.wait_for_all={str(waits).lower()}"] if waits is not None else []
-    words += ["rl.swap_at=token"] if swaps else []
+    words += ["rl.inflight_weight_updates=true"] if swaps else []
     return parse(GRPOConfig, words, "")
 
 
@@ -202,7 +202,7 @@ def run(
     """Which tickets were consumed, learned from by which version, and the tokens of their episodes."""
     staleness = config.rl.staleness
     config = replace(config, environment=replace(config.environment, restarts=30))
-    held = 1 if config.rl.swap_at == "token" else config.rollout.held_versions or max(1, staleness)
+    held = 1 if config.rl.inflight_weight_updates else config.rollout.held_versions or max(1, staleness)
     phases = FakeTurnPhases(held_versions=held, chance=chance, dies=dies, config=config, pool=FakePool(chance, lost))
     rollouts = EpisodeRollouts(config, cast(Any, phases), PROMPTS, Tickets(batch, staleness, steps=STEPS))
     learned: Learned = []

@@ -847,7 +847,7 @@ def test_a_cut_never_leaves_half_an_image(policy: str, tmp_path: Path, caplog: p
     (span,) = cache.media(0)
     outcomes = set()
     for most in range(18, int(cache.lengths.max()) + 1):
-        cut = DataConfig(train=(file,), max_length=most, too_long=policy, learn="all")  # type: ignore[arg-type]
+        cut = DataConfig(train=(file,), max_length=most, too_long=policy, train_on="all")  # type: ignore[arg-type]
         try:
             dataset = TokenDataset([cache], cut, BUDGET, [file], store=reader.store)
         except DataError as e:

@@ -295,7 +295,7 @@ def test_rewards_are_scaled_and_clipped() -> None:
     assert Adaptive(RLSettings(reward_clip=2.0), algorithm).shape_rewards([1.0, -7.0, 3.0]) == [1.0, -2.0, 2.0]
     batch = Adaptive(RLSettings(reward_norm="batch"), algorithm)
     assert batch.shape_rewards([1.0, 3.0]) == pytest.approx([-(0.5**0.5), 0.5**0.5])
-    assert batch.shape_others([2.0]) == pytest.approx([0.0])
+    assert batch.scale_baselines([2.0]) == pytest.approx([0.0])
     # Equal rewards, and a single one, have no scale.
     assert batch.shape_rewards([4.0, 4.0, 4.0]) == [0.0, 0.0, 0.0]
     assert batch.shape_rewards([4.0]) == [0.0]

@@ -246,7 +246,7 @@ def test_new_weights_take_over_inside_completions(
     config = config_of(staleness, per_call, None)
     config = replace(
         config,
-        rl=replace(config.rl, swap_at="token"),
+        rl=replace(config.rl, inflight_weight_updates=True),
         rollout=replace(config.rollout, max_tokens=MAX_TOKENS, restarts=50),
     )
     phases = FakeTokenPhases(held_versions=1, chance=chance, dies=dies)
@@ -284,7 +284,9 @@ def test_calls_are_cancelled() -> None:
     """The control of the test above: completions are made by several versions, and are gone on from several times."""
     config = config_of(2, None, None)
     config = replace(
-        config, rl=replace(config.rl, swap_at="token"), rollout=replace(config.rollout, max_tokens=MAX_TOKENS, restarts=50)
+        config,
+        rl=replace(config.rl, inflight_weight_updates=True),
+        rollout=replace(config.rollout, max_tokens=MAX_TOKENS, restarts=50),
     )
     mixed = []
     for seed in range(20):

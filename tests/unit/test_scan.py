@@ -400,7 +400,7 @@ from transformers import AutoModelForCausalLM
 from drivetrain.engine.config import ModelConfig, OptimConfig
 from drivetrain.engine.conformance.reference import PlainReference
 from drivetrain.engine.conformance.tiny import tiny_model
-from drivetrain.engine.fsdp.trial import trial_config
+from drivetrain.engine.fsdp.packing_check import trial_config
 from drivetrain.engine.hf.model import empty_lm
 from drivetrain.engine.tiny_configs import tiny_model_config
 

@@ -310,10 +310,10 @@ def test_a_long_text_is_split_and_nothing_of_it_is_lost(tmp_path: Path, cache: d
 @pytest.mark.usefixtures("process_group")
 def test_what_is_learned_can_be_chosen(tmp_path: Path, cache: dict[str, Any]) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"messages": [*CHAT, *question(1, 1), {"role": "assistant", "content": "2"}]}])
-    for learn, wanted in (("completions", "7<end>2<end>"), ("last_completion", "2<end>")):
-        (sample,) = every(load([path], cache, learn=learn))
+    for train_on, wanted in (("completions", "7<end>2<end>"), ("last_completion", "2<end>")):
+        (sample,) = every(load([path], cache, train_on=train_on))
         assert learned(sample) == wanted
-    (sample,) = every(load([path], cache, learn="all"))
+    (sample,) = every(load([path], cache, train_on="all"))
     assert learned(sample) == TOKENIZER.decode(sample.ids)
 
 

@@ -222,7 +222,7 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(TicketError, match="the step is full: apply it"):
         tickets.drop()
     for batch, staleness in ((0, 0), (1, -1)):
-        with pytest.raises(TicketError, match="use at least 1, and at least 0"):
+        with pytest.raises(TicketError, match="batch must be at least 1 and staleness at least 0"):
             Tickets(batch, staleness)
 
 
@@ -244,9 +244,9 @@ def test_a_checkpoint_goes_on_with_the_same_tickets() -> None:
     tickets.keep()
     tickets.keep()
     tickets.apply()
-    assert tickets.unanswered(before=1) == 1
+    assert tickets.num_unanswered(before=1) == 1
     tickets.finish(tickets.start().number)
-    assert tickets.unanswered(before=1) == 0
+    assert tickets.num_unanswered(before=1) == 0
     events: list[TicketEvent] = []
     state = tickets.state([3, 4])
     restored = Tickets.restore(state, batch=2, staleness=1, observe=events.append)

@@ -1,4 +1,4 @@
-"""Settings of an algorithm's loss and advantages. This module does not import torch.
+"""Settings of an algorithm's loss and advantages.
 
 Settings that belong to a single objective or estimator are added from its registration (`losses.registry`).
 """

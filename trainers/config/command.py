@@ -1,4 +1,4 @@
-"""The base class of the configuration of a command. This module does not import torch."""
+"""The base class of the configuration of a command."""
 
 from dataclasses import dataclass
 from typing import Self

@@ -1,4 +1,4 @@
-"""Settings for the training and evaluation data. This module does not import torch."""
+"""Settings for the training and evaluation data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -135,7 +135,7 @@ class DataConfig(SourcesConfig):
         "auto",
         "how a chat's assistant turns become samples; single: all in one sample; per_turn: one sample per assistant turn, with the messages before it; auto: per_turn if the chat template requires it",
     )
-    learn: Literal["completions", "last_completion", "all"] = setting(
+    train_on: Literal["completions", "last_completion", "all"] = setting(
         "completions",
         "tokens that the loss is computed on; completions: those of completions or assistant turns; last_completion: only the last assistant turn of a chat; all: those of the prompts too",
     )
@@ -172,9 +172,9 @@ class DataConfig(SourcesConfig):
             raise ConfigError(
                 "data.weights with data.streaming=true, which reads the sources one after another; mix the rows beforehand, or unset one of them"
             )
-        if self.learn == "last_completion" and self.turns == "per_turn":
+        if self.train_on == "last_completion" and self.turns == "per_turn":
             raise ConfigError(
-                "data.learn=last_completion with data.turns=per_turn, which makes one sample of every assistant turn; unset one of them"
+                "data.train_on=last_completion with data.turns=per_turn, which makes one sample of every assistant turn; unset one of them"
             )
 
 

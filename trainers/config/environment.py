@@ -1,4 +1,4 @@
-"""Settings of environments. This module does not import torch."""
+"""Settings of environments."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Settings for the losses and the reference model. This module does not import torch."""
+"""Settings for the losses and the reference model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -14,6 +14,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal, TypeVar, get_type_hints
 
+import yaml
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
@@ -115,9 +116,12 @@ def help_text(cls: type, usage: str) -> str:
         lines += ["", f"{section}:"]
         for key in members:
             default = list(key.default) if isinstance(key.default, tuple) else key.default
+            value = (
+                "unset" if default == "" else yaml.safe_dump(default, default_flow_style=True, width=1000).partition("\n")[0]
+            )
             named = [part for part in key.type.split(" | ") if part != "None"]
             choices = f" ({' | '.join(named)})" if len(named) > 1 and "[" not in key.type else ""
-            lines.append(f"  {key.name:34} {key.help}{choices} [{'null' if default is None else default}]")
+            lines.append(f"  {key.name:34} {key.help}{choices} (default: {value})")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Settings of the reinforcement learning trainers. This module does not import torch."""
+"""Settings of the reinforcement learning trainers."""
 
 import math
 from dataclasses import dataclass
@@ -47,12 +47,12 @@ class RLSettings(Settings):
     epochs: int = setting(1, "passes over the completions of a step", most=10000)
     staleness: int = setting(
         0,
-        "K: generate while the policy trains, with weights that are at most this many steps old; 0: alternate between generating and training; above 0 needs group.pools.rollout",
+        "maximum number of steps by which the generator's weights may lag behind the trained ones; above 0, it generates while the policy trains, which needs group.pools.rollout; 0: generate and train by turns",
         most=1024,
     )
-    swap_at: Literal["completion", "token"] = setting(
-        "completion",
-        "with rl.staleness: when the generator switches to new weights; completion: one version writes a completion from beginning to end; token: in the middle of a completion, which continues from its tokens so far, so that new weights never wait, but runs are not reproducible bit by bit",
+    inflight_weight_updates: bool = setting(
+        False,
+        "with rl.staleness: switch the generator to new weights in the middle of completions, which continue from their tokens so far; new weights never wait, but runs are not reproducible bit by bit",
     )
     critic_warmup: int = setting(0, "first steps of the run, in which only the critic is trained")
     critic_clip: float = setting(0.5, "how far a value may move in a step before its loss is clipped; 0: no clipping")
@@ -192,7 +192,7 @@ class RolloutSettings(Settings):
     max_batch_size: int = setting(256, "number of completions that a process generates at the same time")
     max_batch_total_tokens: int | None = setting(
         None,
-        "maximum number of tokens of these completions and their prompts, which bounds the KV cache; null: as many as fit if the generator has the GPU to itself while it generates (group.pools.rollout, or group.offload); otherwise 32768, or fewer if all completions of a call need fewer",
+        "size of the KV cache of a process in tokens, prompts and completions together; null: as many as fit if the generator has the GPU to itself while it generates (group.pools.rollout, or group.offload); otherwise 32768, or fewer if all completions of a call need fewer",
     )
     target_tokens_per_batch: int = setting(8192, "number of tokens in a forward pass")
     held_versions: int | None = setting(
@@ -244,15 +244,22 @@ class RolloutSettings(Settings):
 class FrozenRoleConfig(Settings):
     """The model and the engine of a frozen role. Settings that are not given are those of the top level."""
 
-    model: ModelConfig | None = setting(None, "settings that override those of `model` for this role")
-    engine: EngineConfig | None = setting(None, "settings that override those of `engine` for this role")
+    model: ModelConfig | None = setting(
+        None,
+        "settings of this role's model, such as actor.model.lora.rank=16; those that are not set are inherited from model",
+    )
+    engine: EngineConfig | None = setting(
+        None, "settings of this role's engine; those that are not set are inherited from engine"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedRoleConfig(FrozenRoleConfig):
     """The model, the engine and the optimizer of a trained role. Settings that are not given are those of the top level."""
 
-    optim: OptimConfig | None = setting(None, "settings that override those of `optim` for this role")
+    optim: OptimConfig | None = setting(
+        None, "settings of this role's optimizer; those that are not set are inherited from optim"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -449,9 +456,9 @@ class RLConfig(CommandConfig):
         if not staleness:
             if held is not None:
                 raise ConfigError(f"rollout.held_versions={held} is not used without rl.staleness; set that, or remove it")
-            if self.rl.swap_at == "token":
+            if self.rl.inflight_weight_updates:
                 raise ConfigError(
-                    "rl.swap_at=token with rl.staleness=0, where nothing is generated when new weights arrive; set rl.staleness, or remove rl.swap_at"
+                    "rl.inflight_weight_updates=true with rl.staleness=0, where nothing is generated when new weights arrive; set rl.staleness, or remove rl.inflight_weight_updates"
                 )
             return
         if "rollout" not in self.group.pools:
@@ -459,15 +466,15 @@ class RLConfig(CommandConfig):
                 f"rl.staleness={staleness}, but the generator has no dedicated processes in which to generate while the policy trains; "
                 "set group.pools.rollout, or rl.staleness=0"
             )
-        if held is not None and self.rl.swap_at == "token":
+        if held is not None and self.rl.inflight_weight_updates:
             raise ConfigError(
-                f"rollout.held_versions={held} with rl.swap_at=token, where all completions continue with the newest weights; remove one of them"
+                f"rollout.held_versions={held} with rl.inflight_weight_updates=true, where all completions continue with the newest weights; remove one of them"
             )
         processes, tp = self.group.pools["rollout"], self.rollout.options.get("tp", 1)
-        if self.rl.swap_at == "token" and self.rollout.generator == "vllm" and processes > 1 and tp != 1:
+        if self.rl.inflight_weight_updates and self.rollout.generator == "vllm" and processes > 1 and tp != 1:
             raise ConfigError(
-                f"rl.swap_at=token with rollout.generator=vllm, rollout.options.tp={tp} and group.pools.rollout={processes}: the processes of a model "
-                "would have to interrupt a call at the same step; set tp=1, one process, or rl.swap_at=completion"
+                f"rl.inflight_weight_updates=true with rollout.generator=vllm, rollout.options.tp={tp} and group.pools.rollout={processes}: the processes of a model "
+                "would have to interrupt a call at the same step; set tp=1, one process, or rl.inflight_weight_updates=false"
             )
         if held is not None and held > staleness:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The complete configuration of each trainer. This module does not import torch."""
+"""The complete configuration of each trainer."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Settings for the training loop and its outputs. This module does not import torch."""
+"""Settings for the training loop and its outputs."""
 
 import math
 from dataclasses import dataclass
@@ -48,7 +48,9 @@ class LoopConfig(Settings):
     max_minutes: float | None = setting(
         None, "stop after this many minutes of training in this process, and save and export as at the end; null: no limit"
     )
-    generate: int = setting(0, "number of held-out samples for which each evaluation generates, logs and scores a completion")
+    eval_completions: int = setting(
+        0, "number of held-out samples for which each evaluation generates, logs and scores a completion"
+    )
     log_every: int = setting(1, "steps between progress lines when the output is not a terminal")
     loggers: tuple[str, ...] = setting(("console", "jsonl", "tensorboard"), "any of console, jsonl, tensorboard, wandb")
     wandb_project: str = setting("drivetrain", "Weights & Biases project of the run")
@@ -64,7 +66,7 @@ class LoopConfig(Settings):
         check_least("trainer.epochs", self.epochs, 1)
         for name in ("max_steps", "eval_every", "save_every", "keep_last", "keep_every", "export_hf_every", "patience"):
             check_least(f"trainer.{name}", getattr(self, name), 1)
-        check_least("trainer.generate", self.generate, 0)
+        check_least("trainer.eval_completions", self.eval_completions, 0)
         check_least("trainer.log_every", self.log_every, 1)
         # `not >`, which is also true for NaN.
         if self.max_minutes is not None and not self.max_minutes > 0:
@@ -113,7 +115,7 @@ class TrainerConfig(LoopConfig):
         True, "write checkpoints in the background while training continues, from a copy in host memory; false: training waits"
     )
     verify_checksums: bool = setting(True, "verify a checkpoint's data against its checksums while loading")
-    generate_tokens: int = setting(64, "maximum number of tokens in a completion that an evaluation generates")
+    eval_max_tokens: int = setting(64, "maximum number of tokens in a completion that an evaluation generates")
     metrics: tuple[str, ...] = setting(
         (),
         "metrics of the generated completions: exact_match, contains, or functions module:function with the arguments prompt, completion and wanted; higher must be better",
@@ -127,7 +129,7 @@ class TrainerConfig(LoopConfig):
 
     def _check_values(self) -> None:
         super()._check_values()
-        check_least("trainer.generate_tokens", self.generate_tokens, 1)
+        check_least("trainer.eval_max_tokens", self.eval_max_tokens, 1)
         if self.peak_tflops is not None and not self.peak_tflops > 0:
             raise ConfigError(f"trainer.peak_tflops={self.peak_tflops}; it must be more than 0")
 
@@ -138,9 +140,9 @@ class TrainerConfig(LoopConfig):
             ConfigError: A setting is invalid; the message names it and its value.
         """
         super().check()
-        if self.metrics and not self.generate:
+        if self.metrics and not self.eval_completions:
             raise ConfigError(
-                f"trainer.metrics={list(self.metrics)} scores generated completions, but trainer.generate=0; set it to their number"
+                f"trainer.metrics={list(self.metrics)} scores generated completions, but trainer.eval_completions=0; set it to their number"
             )
 
 
@@ -156,7 +158,7 @@ class RLTrainerConfig(LoopConfig):
         "evaluation metric that selects the checkpoint to keep and export: reward, accuracy, or with rl.eval_samples=K also avg@K and pass@K; "
         "null: the last checkpoint",
     )
-    generate: int = setting(3, "number of prompts whose completions and rewards each evaluation logs")
+    eval_completions: int = setting(3, "number of prompts whose completions and rewards each evaluation logs")
     bundle_every: int | None = setting(
         None, "steps between replay bundles, each of which has everything needed to repeat its step; null: none"
     )

@@ -1,4 +1,4 @@
-"""Hints for unknown settings: the closest name, or our name for another program's setting. This module does not import torch."""
+"""Hints for unknown settings: the closest name, or our name for another program's setting."""
 
 import difflib
 from collections.abc import Collection
@@ -19,7 +19,7 @@ FOREIGN = {
     "model_name_or_path": "model.path",
     "dataset_name": "data.train",
     "dataset": "data.train",
-    "train_on_inputs": "data.learn",
+    "train_on_inputs": "data.train_on",
     "max_grad_norm": "optim.clip_grad_norm",
     "warmup_steps": "optim.warmup_steps",
     "lora_r": "model.lora.rank",

@@ -1,4 +1,4 @@
-"""Messages for values that do not fit their settings. This module does not import torch."""
+"""Messages for values that do not fit their settings."""
 
 import difflib
 import re

@@ -1,4 +1,4 @@
-"""One-line messages for invalid YAML. This module does not import torch."""
+"""One-line messages for invalid YAML."""
 
 import re
 from typing import Any

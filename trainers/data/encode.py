@@ -78,7 +78,7 @@ def encode_row(
         TooLargeError: Its media exceed the limits, and `data.too_large` does not resize them.
     """
     samples = _encode(_Context(tokenizer, name, data, ends, media), row, kind)
-    return [replace(s, supervised=[True] * len(s.ids)) for s in samples] if data.learn == "all" else samples
+    return [replace(s, supervised=[True] * len(s.ids)) for s in samples] if data.train_on == "all" else samples
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _encode_answers(context: _Context, row: Mapping[str, Any], form: str) -> lis
             f"{name} is a chat, but the model's tokenizer has no chat template; set model.chat_template=FILE, or use texts "
             "(prompt and completion)"
         )
-    last_only = data.learn == "last_completion"
+    last_only = data.train_on == "last_completion"
     chat_row = read_chat(row, name, data.chat_template_kwargs, last_only=last_only, media=context.media)
     samples = encode_chat(tokenizer, chat_row, data.turns, context.ends)
     if form in ("preference", "unpaired") and len(samples) > 1:

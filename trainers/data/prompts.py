@@ -27,7 +27,7 @@ from .dataset import Budget
 from .length_bound import LimitedTokenizer, TooManyTokens
 from .media import ChatMedia, MediaQueue, MediaReader, fields_of, for_template, media_of
 from .sample import MediaSpan, Sample
-from .sources import DataSource, hidden_column, open_source, warn_about_repeated, with_our_columns
+from .sources import DataSource, hidden_column, open_source, rename_columns, warn_about_repeated
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ def _load_source(
     for chunk in source.chunks():
         for number, parsed in chunk.parsed():
             place = f"{chunk.file}:{number}"
-            row = with_our_columns(parsed, data.columns, place)
+            row = rename_columns(parsed, data.columns, place)
             if what := hidden_column(parsed, data.columns):
                 hidden, first_hidden = hidden + 1, first_hidden or f"{place}: {what}"
             try:

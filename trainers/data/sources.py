@@ -254,7 +254,7 @@ def _choose(names: Sequence[str], source: str, *, columns: Mapping[str, str]) ->
     return [name for name in names if columns_by_name[name] in COLUMNS]
 
 
-def with_our_columns(row: dict[str, Any], columns: Mapping[str, str], place: str) -> dict[str, Any]:
+def rename_columns(row: dict[str, Any], columns: Mapping[str, str], place: str) -> dict[str, Any]:
     """Return a row with its columns under the names that `data.columns` gives them.
 
     Args:

@@ -35,7 +35,7 @@ from .files import Chunk, small_chunks
 from .length_bound import LimitedTokenizer, TooManyTokens
 from .media import MediaReader, unused_media
 from .python_data import PythonData
-from .sources import DataSource, check_columns, hidden_column, open_source, warn_about_repeated, with_our_columns
+from .sources import DataSource, check_columns, hidden_column, open_source, rename_columns, warn_about_repeated
 from .token_cache import FORMAT, EncodedSamples, TokenCache, TokenCacheWriter, is_complete, is_undamaged, media_files
 from .turn_ends import TurnEnds
 
@@ -147,7 +147,7 @@ def shared_key(tokenizer: Any, data: DataConfig, kind: DataKind, ends: Collectio
         "special": {name: str(value) for name, value in tokenizer.special_tokens_map.items()},
         "template": tokenizer.chat_template,
         "ends": None if ends is None else sorted(ends),
-        "settings": [kind, data.format, data.turns, data.chat_template_kwargs, data.columns, data.txt, data.learn],
+        "settings": [kind, data.format, data.turns, data.chat_template_kwargs, data.columns, data.txt, data.train_on],
     }
     return xxhash.xxh3_128_hexdigest(json.dumps(inputs, sort_keys=True, default=str).encode())
 
@@ -342,7 +342,7 @@ class Encoder:
             name = f"{chunk.file}:{number}"
             try:
                 formatted = self.python.formatted(row, name)
-                row = with_our_columns(formatted, self.data.columns, name)
+                row = rename_columns(formatted, self.data.columns, name)
                 samples = encode_row(self._limited, row, name, self.data, self.kind, self._turn_ends, self.media)
                 unused = unused_media(row) if self.media is None else None
                 what = oddity(row) or hidden_column(formatted, self.data.columns) or unused

@@ -12,7 +12,7 @@ from ...engine.parallel.process_groups import close_distributed, init_distribute
 from ..config.runs import RunConfig
 from ..data.encode import DataKind, mark_supervised
 from ..data.media import MediaReader
-from ..data.sources import open_source, with_our_columns
+from ..data.sources import open_source, rename_columns
 from ..data.token_cache import TokenCache
 from ..data.tokenize import cache_folder, load_token_caches
 from ..data.turn_ends import ends_to_learn
@@ -95,7 +95,7 @@ def kind_of(config: RunConfig) -> DataKind:
     )
     chunk = next(iter(source.chunks()))
     number, row = next(iter(chunk.parsed()))
-    row = with_our_columns(row, config.data.columns, f"{chunk.file}:{number}")
+    row = rename_columns(row, config.data.columns, f"{chunk.file}:{number}")
     if row.get("chosen") is not None and row.get("rejected") is not None:
         return "pairs"
     return "unpaired" if row.get("label") is not None and row.get("completion") is not None else "completions"

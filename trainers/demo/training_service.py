@@ -64,7 +64,9 @@ def run_training_service_demo(root: Path, steps: int | None, seed: int) -> int:
             assert service.stdout is not None
             line = next((line for line in service.stdout if _READY in line), None)
             if line is None:
-                raise RuntimeError("drivetrain tinker did not start")
+                raise RuntimeError(
+                    f"drivetrain tinker ended with code {service.wait()} before it was ready; its error is printed above"
+                )
             print(f"     {line.strip()}", flush=True)
             print("2/3  two clients, each with a key and an adapter of its own, train at the same time", flush=True)
             # Opposite tasks: an adapter that was mixed up with the other one could learn neither.

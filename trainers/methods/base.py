@@ -91,17 +91,17 @@ class TrainingMethod(ABC):
         if self.kind != "completions":
             for name, value, usual in (
                 ("too_long", data.too_long, "split"),
-                ("learn", data.learn, "all"),
-                ("learn", data.learn, "last_completion"),
+                ("train_on", data.train_on, "all"),
+                ("train_on", data.train_on, "last_completion"),
             ):
                 if value == usual:
                     raise ConfigError(f"data.{name}={value}: {self.name} compares entire completions; unset it")
         if model.head != self.head:
             target = "a language-model head" if self.head == "lm" else "a value head, which gives one number per text"
             raise ConfigError(f"model.head={model.head}: {self.name} trains {target}; set model.head={self.head}")
-        if self.config.trainer.generate and not self.can_generate:
+        if self.config.trainer.eval_completions and not self.can_generate:
             raise ConfigError(
-                f"trainer.generate={self.config.trainer.generate}: {self.name} trains a model that cannot "
+                f"trainer.eval_completions={self.config.trainer.eval_completions}: {self.name} trains a model that cannot "
                 "generate text; set it to 0"
             )
 

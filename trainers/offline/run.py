@@ -192,13 +192,13 @@ class OfflineRun(TrainingRun):
         held_out = self.data.held_out
         assert held_out is not None
         # Take samples from across the entire file, since neighboring samples may belong to the same chat.
-        count = min(self.config.generate, len(held_out))
+        count = min(self.config.eval_completions, len(held_out))
         samples = [held_out[i * len(held_out) // count][0] for i in range(count)]
         if not samples:
             return []
         budget, store = self.method.budget.tokens, held_out.store
         return generate_completions(
-            self.engine, self.data.tokenizer, samples, self.config.generate_tokens, budget, stop, store
+            self.engine, self.data.tokenizer, samples, self.config.eval_max_tokens, budget, stop, store
         )
 
     # ---- checkpoints and exports -------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ class Trainer(BaseTrainer[C, DryRun]):
             has the single column `text`.
         loss: The loss to minimize, instead of that of the settings. For DPO, batches hold the reference's log-probabilities
             unless the loss has an attribute `needs_reference` that is False.
-        metrics: Functions of any of `prompt`, `completion` and `wanted`, which score the completions of `trainer.generate`.
+        metrics: Functions of any of `prompt`, `completion` and `wanted`, which score the completions of `trainer.eval_completions`.
         callbacks: Code that the training loop calls on every rank.
 
     Raises:
@@ -75,9 +75,9 @@ class Trainer(BaseTrainer[C, DryRun]):
         self.config.check()
         method.check()
         # Metrics that never run would leave their curves empty without an error.
-        if self._metrics and not trainer.generate:
+        if self._metrics and not trainer.eval_completions:
             raise ConfigError(
-                "metrics are given, which measure generated answers, but trainer.generate=0; set it to their number"
+                "metrics are given, which measure generated answers, but trainer.eval_completions=0; set it to their number"
             )
         EarlyStopping.of(trainer, evaluation_metrics(method, self._completion_metrics))
         check_outputs(trainer)

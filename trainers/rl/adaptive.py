@@ -77,7 +77,7 @@ class Adaptive:
         if kind == "batch":
             mean = sum(rewards) / max(1, len(rewards))
             squares = sum((reward - mean) ** 2 for reward in rewards)
-            # Kept for `shape_others`: a baseline must be on the scale of the rewards that it is compared with.
+            # Kept for `scale_baselines`: a baseline must be on the scale of the rewards that it is compared with.
             self._shift, self._scale = mean, _deviation(squares, len(rewards))
         elif kind == "running":
             # Welford 1962: accumulates squared distances from a running mean, without cancellation.
@@ -87,9 +87,9 @@ class Adaptive:
                 self._mean += distance / self._count
                 self._squares += distance * (reward - self._mean)
             self._shift, self._scale = self._mean, _deviation(self._squares, self._count)
-        return self.shape_others(rewards)
+        return self.scale_baselines(rewards)
 
-    def shape_others(self, rewards: Sequence[float]) -> list[float]:
+    def scale_baselines(self, rewards: Sequence[float]) -> list[float]:
         """Return other rewards on the scale of the last call of `shape_rewards`."""
         clip = math.inf if self._settings.reward_clip is None else self._settings.reward_clip
         return [min(max((reward - self._shift) / self._scale, -clip), clip) for reward in rewards]

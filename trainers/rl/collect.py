@@ -37,7 +37,7 @@ class Collector:
                 parts.append(self._rollouts.keep())
         return join(parts)
 
-    def collect_varied(self) -> tuple[Completions, dict[str, float]]:
+    def collect_with_dynamic_sampling(self) -> tuple[Completions, dict[str, float]]:
         """Return the completions of a step with dynamic sampling: their rewards are known, and groups whose rewards are all equal are dropped.
 
         Source: DAPO, arXiv:2503.14476, section 3.2.

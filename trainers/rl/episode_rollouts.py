@@ -13,7 +13,7 @@ class EpisodeRollouts(Rollouts):
     """The completions of a run's tickets, with an environment.
 
     A ticket is in flight from the start of its episodes until all of them have ended, over several calls of the generator. With
-    `rl.swap_at=completion`, all turns are written by the version that the ticket was issued with, so episodes of a later version start
+    `rl.inflight_weight_updates=false`, all turns are written by the version that the ticket was issued with, so episodes of a later version start
     when no episode of an earlier one is left. Between two calls, tokens are only in the controller's memory, so a generator that dies
     loses only the turns in flight.
 
@@ -65,7 +65,7 @@ class EpisodeRollouts(Rollouts):
                 with self._replacing_generator():
                     if not self._overlaps:
                         self._phases.memory_manager.enter("rollout")
-                    version = self.tickets.version if self._swaps else oldest
+                    version = self.tickets.version if self._inflight_updates else oldest
                     self._verify(version)
                     self._cancelled = False
                     self._running = self._phases.begin_turns(
@@ -82,11 +82,11 @@ class EpisodeRollouts(Rollouts):
         if (
             self._unsent is not None
             and self.tickets.waiting
-            and (self._swaps or (not running and self._version_of_next == self._unsent))
+            and (self._inflight_updates or (not running and self._version_of_next == self._unsent))
         ):
             self.send_weights()
             running = self.tickets.running
-        while self.tickets.waiting and (self._swaps or not running or self._version_of_next == running[0].version):
+        while self.tickets.waiting and (self._inflight_updates or not running or self._version_of_next == running[0].version):
             ticket = self.tickets.start()
             running = (*running, ticket)
             self._episodes.begin(ticket.number, self._prompts.of_ticket(ticket.number), self._config.rl.group_size)

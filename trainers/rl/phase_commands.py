@@ -296,7 +296,7 @@ def _opened(bundle: Bundle, settings: Sequence[str]) -> tuple[RLConfig, Algorith
     parallel = OmegaConf.to_container(OmegaConf.structured(ParallelConfig()))
     saved["group"] = alone
     # The completions of a bundle already exist, so their sampling settings cannot change.
-    saved["rl"] |= {"staleness": 0, "swap_at": "completion"}
+    saved["rl"] |= {"staleness": 0, "inflight_weight_updates": False}
     saved["rollout"]["held_versions"] = None
     for section in engines:
         section["parallel"] = parallel

@@ -238,7 +238,7 @@ class Phases:
         # The seed of a completion depends on the number of its prompt, and not on its place in the call.
         columns: dict[str, list[Any]] = {"number": list(numbers)}
         if resumable:
-            columns["begun"] = [resumable.get(number) for number in numbers]
+            columns["partial_completions"] = [resumable.get(number) for number in numbers]
         with self.timed("rollout"):
             prompt_ref = self.group.data.put(packed_prompts(prompts), role="rollout")
             calls = [
@@ -333,7 +333,7 @@ class Phases:
             "max_tokens": [episodes.room(episode) for episode in due],
         }
         if any(episode.resumable is not None for episode in due):
-            columns["begun"] = [None if episode.resumable is None else [episode.resumable] for episode in due]
+            columns["partial_completions"] = [None if episode.resumable is None else [episode.resumable] for episode in due]
         with self.timed("rollout"):
             prompt_ref = self.group.data.put(packed_prompts([episode.context for episode in due]), role="rollout")
             call = self.group.submit("rollout", "generate", prompt_ref, options, version=version, columns=columns)

@@ -219,9 +219,9 @@ def held_versions(config: RLConfig) -> int:
     """Return the number of weight versions that the generator holds.
 
     With K versions, no weights wait for completions of older ones: the next step waits for those of the oldest version anyway.
-    With `rl.swap_at=token`, only the newest version is used.
+    With `rl.inflight_weight_updates=true`, only the newest version is used.
     """
-    if config.rl.swap_at == "token":
+    if config.rl.inflight_weight_updates:
         return 1
     return config.rollout.held_versions or max(1, config.rl.staleness)
 

@@ -25,7 +25,7 @@ class Rollouts:
     During a call, nothing can be copied to or from the generator. With K > 0, new weights are therefore sent between two calls. If the
     generator has dedicated processes, completions are moved to the stores of the actor's processes as soon as a call is done.
 
-    With `rl.swap_at=token`, new weights do not wait for a call: it is cancelled, and its tickets wait again, with their tokens so far. The
+    With `rl.inflight_weight_updates=true`, new weights do not wait for a call: it is cancelled, and its tickets wait again, with their tokens so far. The
     next call continues from these with the new weights. Otherwise the version that a ticket was issued with generates all of its
     completions.
 
@@ -43,8 +43,8 @@ class Rollouts:
         self.tickets = tickets
         self._config, self._phases, self._prompts = config, phases, prompts
         self._overlaps = config.rl.staleness > 0
-        self._is_apart = "rollout" in config.group.pools
-        self._swaps = config.rl.swap_at == "token"
+        self._has_own_pool = "rollout" in config.group.pools
+        self._inflight_updates = config.rl.inflight_weight_updates
         self._deaths = 0
         """The number of consecutive restarts of the generator's processes without a completed call in between."""
         self._running: RunningRollout | RunningTurns | None = None
@@ -91,14 +91,14 @@ class Rollouts:
         waiting = self.tickets.waiting
         if self._running is not None or not waiting:
             return
-        if self._unsent is not None and (self._swaps or waiting[0].version == self._unsent):
+        if self._unsent is not None and (self._inflight_updates or waiting[0].version == self._unsent):
             self.send_weights()
             if self._running is not None or not (waiting := self.tickets.waiting):
                 return
         # A call computes with one version, so it takes only tickets of the version of the first one. If new weights may
         # replace old ones within a completion, any tickets can share it.
         first = waiting[: self._config.rollout.prompts_per_call or len(waiting)]
-        count = len(first) if self._swaps else sum(ticket.version == first[0].version for ticket in first)
+        count = len(first) if self._inflight_updates else sum(ticket.version == first[0].version for ticket in first)
         tickets = [self.tickets.start() for _ in range(count)]
         numbers = [ticket.number for ticket in tickets]
         prompts = [self._prompts.of_ticket(number) for number in numbers]
@@ -107,7 +107,7 @@ class Rollouts:
         with self._no_advance(), self._replacing_generator():
             if not self._overlaps:
                 self._phases.memory_manager.enter("rollout")
-            version = self.tickets.version if self._swaps else tickets[0].version
+            version = self.tickets.version if self._inflight_updates else tickets[0].version
             self._verify(version)
             self._cancelled = False
             self._running = self._phases.begin_rollout(
@@ -127,7 +127,7 @@ class Rollouts:
         with self._no_advance():
             with self._replacing_generator():
                 completions = self._phases.finish_rollout(cast("RunningRollout", self._running))
-                if self._is_apart:
+                if self._has_own_pool:
                     completions = self._moved(completions)
             if self._running is None:
                 return
@@ -244,7 +244,7 @@ class Rollouts:
         # restarts them, and the weights are sent again.
         while self._unsent is not None:
             version = self._unsent
-            if self._swaps:
+            if self._inflight_updates:
                 self._cancel()
             else:
                 # The new version replaces the oldest one that the generator holds,
@@ -257,7 +257,7 @@ class Rollouts:
     def use_newest(self) -> None:
         """Make the generator idle, with the newest weights, for an evaluation."""
         self.send_weights()
-        if self._swaps:
+        if self._inflight_updates:
             self._cancel()
         else:
             self.settle(self.tickets.version)
@@ -266,7 +266,7 @@ class Rollouts:
 
     def settle(self, before: int) -> None:
         """Wait until the generator is idle, and no unfinished ticket has a version before the given one."""
-        while self._running is not None or self.tickets.unanswered(before):
+        while self._running is not None or self.tickets.num_unanswered(before):
             if self._running is None:
                 self._begin()
             self._finish()
@@ -296,7 +296,7 @@ class Rollouts:
             WorkerLostError: Other processes have died too, or the restarts are used up.
         """
         group, pool = self._phases.group, self._phases.roles.specs["rollout"].pool
-        if not self._is_apart:
+        if not self._has_own_pool:
             raise error
         self._drop_call()
         self._running, self._verified = None, None
@@ -304,7 +304,7 @@ class Rollouts:
         # Weights that were being sent are sent again later, before any ticket needs them.
         newest = {sent} if self._unsent is None else set()
         # Tickets are answered by the version that they were issued with, so the new processes need those as well.
-        old = () if self._swaps else (*self.tickets.waiting, *self.tickets.running)
+        old = () if self._inflight_updates else (*self.tickets.waiting, *self.tickets.running)
         needed = sorted({*newest, *(ticket.version for ticket in old if ticket.version <= sent)})
         while True:
             # Only the generator can be replaced: other processes have state that is nowhere else.

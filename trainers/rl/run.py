@@ -124,7 +124,7 @@ class RLRun(TrainingRun):
                     metrics, judged = evaluate(self.phases, self.prompts.held_out, version=self.step)
                 except WorkerLostError as e:
                     self.rollouts.replace_generator(e)
-        count = min(self.config.generate, len(judged))
+        count = min(self.config.eval_completions, len(judged))
         # Spread over all prompts, since neighbors may be samples of one prompt.
         completions = shown([judged[i * len(judged) // count] for i in range(count)])
         return EvaluationResult(
@@ -279,8 +279,8 @@ def _announce(run: RLRun) -> None:
             "completions are generated while the policy trains, by weights at most %d step%s old (rl.staleness); %s",
             staleness,
             "s" if staleness > 1 else "",
-            "the generator switches to new weights within a completion (rl.swap_at=token), so runs are not reproducible"
-            if run.settings.rl.swap_at == "token"
+            "the generator switches to new weights within a completion (rl.inflight_weight_updates=true), so runs are not reproducible"
+            if run.settings.rl.inflight_weight_updates
             else f"runs are reproducible bit by bit if their {judges} only on the completion, and reach no time limit"
             if exact
             else "runs are reproducible up to rounding, since rollout.invariant=false",

@@ -47,7 +47,7 @@ def make_step(
     version = rollouts.tickets.version
     counts: dict[str, float] = {}
     if phases.algorithm.dynamic_sampling:
-        completions, counts = collector.collect_varied()
+        completions, counts = collector.collect_with_dynamic_sampling()
     else:
         completions = collector.collect()
     # Models score while the processes of reward functions work; `train_on` waits for the latter.
@@ -60,7 +60,7 @@ def make_step(
         **counts,
         "tokens": completions.ref.num_tokens,
         "staleness": staleness(completions.rows, version),
-        **({"mixed_versions": mixed_versions(completions.rows)} if phases.config.rl.swap_at == "token" else {}),
+        **({"mixed_versions": mixed_versions(completions.rows)} if phases.config.rl.inflight_weight_updates else {}),
         **metrics,
     }
     phases.discard(completions.ref)

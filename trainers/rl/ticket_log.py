@@ -1,4 +1,4 @@
-"""The log of a run's tickets, `tickets.jsonl`, and its check. Imports no torch.
+"""The log of a run's tickets, `tickets.jsonl`, and its check.
 
 Each line is a JSON array: `["settings", batch, staleness, steps]` before the first event of a process of the run, then `[kind, number,
 version]` for every event.

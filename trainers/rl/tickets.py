@@ -87,7 +87,7 @@ class Tickets:
         observe: Callable[[TicketEvent], object] = lambda event: None,
     ) -> None:
         if batch < 1 or staleness < 0:
-            raise TicketError(f"tickets with batch={batch} and staleness={staleness}; use at least 1, and at least 0")
+            raise TicketError(f"batch={batch}, staleness={staleness}; batch must be at least 1 and staleness at least 0")
         self.batch, self.staleness, self.version, self.steps = batch, staleness, version, steps
         self.kept = 0
         """The number of groups that the current step has kept."""
@@ -107,7 +107,7 @@ class Tickets:
 
     def _issue(self, *, begins_step: bool = True) -> None:
         """Issue as many tickets as may be out."""
-        for _ in range(most_out(self.batch, self.staleness, self.version, self.steps) - self.kept - len(self._out)):
+        for _ in range(max_outstanding(self.batch, self.staleness, self.version, self.steps) - self.kept - len(self._out)):
             ticket = Ticket(number=self._next, version=self.version)
             self._next += 1
             self._out.append(ticket)
@@ -248,7 +248,7 @@ class Tickets:
 
     # ---- saving ----------------------------------------------------------------------------------------------------------
 
-    def unanswered(self, before: int) -> int:
+    def num_unanswered(self, before: int) -> int:
         """Return the number of unfinished tickets with a version before the given one."""
         return sum(ticket.version < before for ticket in (*self._waiting, *self._running.values()))
 
@@ -305,7 +305,7 @@ class Tickets:
         if not in_order or len(out) > most or not all(0 <= age <= saved["staleness"] for age in ages):
             raise CheckpointError(f"its tickets {numbers} are not those of a run with {most} tickets out")
         # A run that now has fewer steps does not need the last tickets.
-        out = out[: most_out(batch, staleness, made_by, steps)]
+        out = out[: max_outstanding(batch, staleness, made_by, steps)]
         if not any(ages) and not finished:
             # Treat them as issued now.
             return cls(batch, staleness, version=made_by, first=first, steps=steps, observe=observe)
@@ -335,7 +335,7 @@ class Tickets:
         return made
 
 
-def most_out(batch: int, staleness: int, version: int, steps: int | None) -> int:
+def max_outstanding(batch: int, staleness: int, version: int, steps: int | None) -> int:
     """Return the maximum number of tickets that are out, plus the groups that the current step has kept.
 
     Args:
@@ -376,7 +376,12 @@ def check_events(events: Iterable[TicketEvent], batch: int, staleness: int, step
         count += 1
         if event.kind == "begin":
             issued, running, finished = {}, set(), set()
-            consumed, due, kept, version = event.number, most_out(batch, staleness, event.version, steps), 0, event.version
+            consumed, due, kept, version = (
+                event.number,
+                max_outstanding(batch, staleness, event.version, steps),
+                0,
+                event.version,
+            )
             resumes = True
             continue
         number = event.number
@@ -395,7 +400,7 @@ def check_events(events: Iterable[TicketEvent], batch: int, staleness: int, step
             require(kept == number == batch, event, f"the step has kept {kept} groups of {batch}")
             require(event.version == version + 1, event, f"the step makes version {version + 1}")
             version, kept = event.version, 0
-            due = most_out(batch, staleness, version, steps) - len(issued)
+            due = max_outstanding(batch, staleness, version, steps) - len(issued)
             continue
         require(number in issued, event, "the ticket is not out")
         if event.kind == "start":

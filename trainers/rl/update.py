@@ -81,7 +81,7 @@ def estimate_advantages(phases: Phases, completions: Completions, step: int) -> 
                 f"{len(completions) - len(baselines_given)} of {len(completions)} completions have no baseline, the reward of the greedy completion of "
                 "their prompt, which rl.algorithm=remax needs; drivetrain grpo also generates and scores those"
             )
-        baselines = phases.adaptive.shape_others(baselines_given)
+        baselines = phases.adaptive.scale_baselines(baselines_given)
         columns["baselines"] = torch.tensor(baselines, dtype=torch.float32)
     tokens = turn_columns(completions.rows, rewards, phases.config.rewards.weights.get(ENVIRONMENT_REWARD, 1.0))
     batch |= phases.group.data.put_columns(batch, rows=columns, tokens=tokens)

@@ -134,7 +134,7 @@ class LinkChannel:
     @property
     def shares_memory(self) -> bool:
         """Whether both processes are on one machine."""
-        return CAN_SHARE and self._links.is_near(self._target)
+        return CAN_SHARE and self._links.is_same_host(self._target)
 
     def send(self, bucket: Bucket) -> InFlight:
         """Send a bucket. Its memory must not change before it has been sent."""

@@ -1,4 +1,4 @@
-"""The controller's reference to samples in the workers' stores. Does not import torch."""
+"""The controller's reference to samples in the workers' stores."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""Connections between workers of different pools, which bypass the controller. Does not import torch.
+"""Connections between workers of different pools, which bypass the controller.
 
 Each worker listens at one ZeroMQ socket. On one machine that is a file in a folder of mode 0700; between machines the connections
 are encrypted and authenticated with CURVE, with keys that only the workers of the group have.
@@ -137,7 +137,7 @@ class Links:
                 self._peers.pop(name).close(linger=0)
         self._addresses, self._incarnations = dict(addresses), now
 
-    def is_near(self, target: str) -> bool:
+    def is_same_host(self, target: str) -> bool:
         """Return whether a worker is on this machine."""
         return self._addresses.get(target, "").startswith("ipc://")
 

@@ -1,4 +1,4 @@
-"""The steps of a redistribution, as sent to the workers. Does not import torch."""
+"""The steps of a redistribution, as sent to the workers."""
 
 import math
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""The planner of redistributions: derives a list of steps from the locations and needs of samples. Pure; does not import torch.
+"""Plans redistributions: which samples are sent where, derived from where they are and where they are needed.
 
 Every column of a sample is sent to a process at most once, and never to one that holds it. Any holder may send it, including a
 process that has received it in an earlier round: data for another pool is sent there once, and broadcast within that pool.
@@ -14,7 +14,7 @@ from .sequence_buffer import SampleRecord, SequenceBuffer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Need:
+class ColumnRequest:
     """What a call reads.
 
     Args:
@@ -35,7 +35,7 @@ class _Route:
     keys: tuple[str, ...]
 
 
-def plan_redistribution(needs: Sequence[Need], buffer: SequenceBuffer) -> list[Round]:
+def plan_redistribution(needs: Sequence[ColumnRequest], buffer: SequenceBuffer) -> list[Round]:
     """Return the steps after which all needs are met, in rounds.
 
     Args:
@@ -76,10 +76,10 @@ def plan_redistribution(needs: Sequence[Need], buffer: SequenceBuffer) -> list[R
     return [steps for steps in rounds if steps]
 
 
-def _routes(needs: Sequence[Need], buffer: SequenceBuffer) -> dict[_Route, list[str]]:
+def _routes(needs: Sequence[ColumnRequest], buffer: SequenceBuffer) -> dict[_Route, list[str]]:
     """Return the samples of each route: from which holders to which targets, with which keys."""
     # Different needs may want the same sample elsewhere, as when every rank of a generator reads every prompt.
-    needs_by_sample: dict[str, list[Need]] = {}
+    needs_by_sample: dict[str, list[ColumnRequest]] = {}
     for need in needs:
         for sample in need.ids:
             needs_by_sample.setdefault(sample, []).append(need)

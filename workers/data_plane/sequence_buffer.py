@@ -1,4 +1,4 @@
-"""The controller's metadata of samples: their lengths, their columns, and the location of these. Does not import torch."""
+"""The controller's metadata of samples: their lengths, their columns, and the location of these."""
 
 import math
 from collections import Counter
@@ -80,11 +80,11 @@ class SequenceBuffer:
         """
         if missing := [sample for sample in ids if sample not in self._samples]:
             raise DataMissingError.of(missing)
-        lacking = self.lacking(ids, keys)
+        lacking = self.missing_columns(ids, keys)
         if lacking:
             raise DataMissingError.of(list(lacking), sorted({key for keys in lacking.values() for key in keys}))
 
-    def lacking(self, ids: Iterable[str], keys: Collection[str]) -> dict[str, list[str]]:
+    def missing_columns(self, ids: Iterable[str], keys: Collection[str]) -> dict[str, list[str]]:
         """Return the keys that samples still lack, for each sample that lacks any."""
         missing_keys = {}
         for sample in ids:
@@ -182,7 +182,7 @@ class SequenceBuffer:
             if not record.columns:
                 del self._samples[sample]
 
-    def give_back(self, ids: Iterable[str], call: str) -> None:
+    def requeue(self, ids: Iterable[str], call: str) -> None:
         """Let `ready` take samples for a call again, which has failed."""
         for sample in ids:
             if sample in self._samples:
@@ -232,7 +232,7 @@ class SequenceBuffer:
             BatchError: Samples have it in different types.
         """
         if not ids:
-            raise BatchError(f"there are no samples, so {key!r} has no type")
+            raise BatchError(f"there are no samples to read {key!r} of; select at least one")
         stored = [self.record(sample).columns.get(key) for sample in ids]
         if missing := [sample for sample, entry in zip(ids, stored, strict=True) if entry is None]:
             raise DataMissingError.of(missing, [key])

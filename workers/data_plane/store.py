@@ -136,7 +136,7 @@ class DataStore:
             # block.
             entries = [self._samples[sample][key] for sample in ids]
         if not entries:
-            raise BatchError(f"there are no samples, so {key!r} has no type")
+            raise BatchError(f"there are no samples to read {key!r} of; select at least one")
         first = entries[0].block.column
         kind = (first.dtype, first.per, first.tail)
         for sample, entry in zip(ids, entries, strict=True):

@@ -12,7 +12,7 @@ from ...engine.errors import BatchError, ConfigError
 from ...engine.packing.prefixes import Prefixes
 from ..data_plane.data_ref import DataRef
 from ..data_plane.plan import Column, Load, WorkerId, part_of, rank_of
-from ..data_plane.redistributor import Need, plan_redistribution
+from ..data_plane.redistributor import ColumnRequest, plan_redistribution
 from ..data_plane.sequence_buffer import SequenceBuffer
 from ..protocol.compute_messages import (
     Call,
@@ -377,7 +377,7 @@ class SampleCall(GroupCall):
         )
 
 
-def transfer(needs: Sequence[Need], buffer: SequenceBuffer, title: str, moved: list[Load]) -> PlannedHook | None:
+def transfer(needs: Sequence[ColumnRequest], buffer: SequenceBuffer, title: str, moved: list[Load]) -> PlannedHook | None:
     """Plan the samples that have to be moved, and record them as moved.
 
     Args:

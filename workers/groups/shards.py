@@ -7,7 +7,7 @@ from typing import Any
 from ...engine.errors import BatchError
 from ..data_plane.data_ref import DataRef
 from ..data_plane.plan import Column, WorkerId
-from ..data_plane.redistributor import Need
+from ..data_plane.redistributor import ColumnRequest
 from ..protocol.compute_messages import RankInfo
 from ..roles.dispatch import Assignment
 
@@ -86,12 +86,12 @@ class ShardedSamples:
             "extra_fields": sorted(self.extra_fields),
         }
 
-    def needs(self) -> list[Need]:
+    def needs(self) -> list[ColumnRequest]:
         """Return which processes need which samples."""
         keys = tuple(dict.fromkeys(self.ref.keys.values()))
         workers, infos = self.shards.workers, self.shards.infos
         return [
-            Need(
+            ColumnRequest(
                 targets=tuple(worker for worker, info in zip(workers, infos, strict=True) if info.dp_rank == shard),
                 ids=[self.ref.ids[row] for row in rows],
                 keys=keys,

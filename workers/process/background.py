@@ -1,4 +1,4 @@
-"""A thread that serves slow requests that do not need a device. Does not import torch."""
+"""A thread that serves slow requests that do not need a device."""
 
 import threading
 from collections import deque

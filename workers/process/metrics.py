@@ -1,4 +1,4 @@
-"""Metrics of a worker process, sent to its controller with every heartbeat. Does not import torch."""
+"""Metrics of a worker process, sent to its controller with every heartbeat."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""The moves of a role's state if it has both an engine and a generator. Does not import torch."""
+"""The moves of a role's state if it has both an engine and a generator."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +11,7 @@ _PLACES = ("device", "host", "disk", "absent")
 
 
 @dataclass(frozen=True)
-class HalfMove:
+class PlacementStep:
     """A move of the engine or of the generator.
 
     Args:
@@ -25,7 +25,7 @@ class HalfMove:
     part: str | None = None
 
 
-def plan_moves(place: str, part: str | None, generator: GeneratorPlacement) -> list[HalfMove]:
+def plan_moves(place: str, part: str | None, generator: GeneratorPlacement) -> list[PlacementStep]:
     """Return the moves of the two halves of a role, in order.
 
     Each half has its own places and parts. An engine is on the device, on the host or on disk. A generator is never on disk: its
@@ -49,17 +49,17 @@ def plan_moves(place: str, part: str | None, generator: GeneratorPlacement) -> l
     if part == "cache":
         if place in ("host", "disk"):
             raise ConfigError(f"to({place!r}, 'cache'): a cache is either on the device or absent; use 'absent'")
-        return [HalfMove("generator", place, part)]
+        return [PlacementStep("generator", place, part)]
     if part is not None and part != "parameters":
         if place == "absent":
             raise ConfigError(
                 f"to('absent', {part!r}): an engine keeps its state; use 'host' or 'disk'. Only its generator can be absent"
             )
-        return [HalfMove("engine", place, part)]
+        return [PlacementStep("engine", place, part)]
     if place == "device":
-        return [HalfMove("engine", place, part), HalfMove("generator", place, part)]
+        return [PlacementStep("engine", place, part), PlacementStep("generator", place, part)]
     moves = []
     if place != "host" or generator.parameters != "absent":
         # An absent part has no values to keep on the host.
-        moves.append(HalfMove("generator", "absent" if place == "disk" else place, part))
-    return moves if place == "absent" else [*moves, HalfMove("engine", place, part)]
+        moves.append(PlacementStep("generator", "absent" if place == "disk" else place, part))
+    return moves if place == "absent" else [*moves, PlacementStep("engine", place, part)]

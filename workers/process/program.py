@@ -1,8 +1,10 @@
-"""Starts one model worker, or prints a communicator id. Does not import torch before a request needs it.
+"""Run a model worker: one process that holds roles of a controller and serves its requests, on a pipe or a socket.
 
 python -m drivetrain.workers.process --rank R --world-size N --transport stdio
 drivetrain worker run --rank R --world-size N --transport stdio       the same
 drivetrain worker comm-id                                             an id for `init`, for controllers in other languages
+
+`drivetrain worker run --help` lists all options.
 """
 
 import argparse

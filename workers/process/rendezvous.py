@@ -49,7 +49,7 @@ def join(
     deadline = time.monotonic() + wait_s
     store = open_store(comm_id, rank, wait_s, listener)
     _failed.append(store)
-    _meet(store, rank, world_size, deadline, wait_s)
+    _wait_for_all_ranks(store, rank, world_size, deadline, wait_s)
     device = init_distributed(timeout, store=PrefixStore("default", store), rank=rank, world_size=world_size)
     if device.type == "cuda":
         # NCCL connects in the first collective; an error there counts as an error of the rendezvous.
@@ -125,7 +125,7 @@ def _connect(comm_id: CommId, wait_s: float) -> Store:
     return stores[0]
 
 
-def _meet(store: Store, rank: int, world_size: int, deadline: float, wait_s: float) -> None:
+def _wait_for_all_ranks(store: Store, rank: int, world_size: int, deadline: float, wait_s: float) -> None:
     # `add` is atomic, so of two processes with the same rank the second one sees the first one.
     if store.add(f"count/{rank}", 1) > 1:
         raise TopologyError(f"two processes have come as rank {rank}; give every worker a --rank of its own")

@@ -1,4 +1,4 @@
-"""Ends a worker whose executor has made no progress for too long. Does not import torch."""
+"""Ends a worker whose executor has made no progress for too long."""
 
 import os
 import sys

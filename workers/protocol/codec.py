@@ -1,4 +1,4 @@
-"""Messages as bytes: newline-delimited JSON, and msgpack with tensor data in separate parts. Does not import torch."""
+"""Messages as bytes: newline-delimited JSON, and msgpack with tensor data in separate parts."""
 
 from typing import Any, Protocol, Union
 

@@ -1,4 +1,4 @@
-"""Communicator ids: 128 bytes with the rendezvous address of all ranks of a run. Does not import torch."""
+"""Communicator ids: 128 bytes with the rendezvous address of all ranks of a run."""
 
 import secrets
 import socket

@@ -1,4 +1,4 @@
-"""Messages of a trainer's controller: requests that wait for a flush, and the flush itself. Does not import torch."""
+"""Messages of a trainer's controller: requests that wait for a flush, and the flush itself."""
 
 from typing import Any, ClassVar
 

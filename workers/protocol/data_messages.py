@@ -1,4 +1,4 @@
-"""Messages of the data plane: the contents of data stores, and the connections between pools. Does not import torch."""
+"""Messages of the data plane: the contents of data stores, and the connections between pools."""
 
 from typing import Annotated, Any, ClassVar
 

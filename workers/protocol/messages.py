@@ -1,4 +1,4 @@
-"""The messages between a controller and a model worker. Does not import torch.
+"""The messages between a controller and a model worker.
 
 Each request is answered by exactly one reply, which repeats the request's `id` if it has one. Messages are msgspec structs tagged by
 `op`; fields with their default value are omitted.

@@ -1,4 +1,4 @@
-"""The classes and functions that a message may refer to by name. Does not import torch.
+"""The classes and functions that a message may refer to by name.
 
 A message holds data and names `module:attribute` from an allowlist that is fixed when a worker starts. A client that can write to a
 worker therefore cannot make it import anything else. Drivetrain's own configurations and roles are always on the list.
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from ...engine import registry
 from ...engine.errors import ConfigError
 from ...lazy_imports import moved_module
-from ...losses.registry import ByName
+from ...losses.registry import RegistryConfig
 
 _ROOT = __name__.rpartition(".workers.")[0]
 MAIN = "__main__"
@@ -226,7 +226,11 @@ def references(value: Any) -> list[Any]:
 
 def contents(value: Any) -> dict[str, Any]:
     """Return the fields of a dataclass instance that a message holds, by name; an equal instance can be built from them."""
-    return value.settings() if isinstance(value, ByName) else {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+    return (
+        value.settings()
+        if isinstance(value, RegistryConfig)
+        else {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+    )
 
 
 def is_named_tuple(value: Any) -> bool:

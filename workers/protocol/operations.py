@@ -1,4 +1,4 @@
-"""The operations that a model worker serves. Does not import torch.
+"""The operations that a model worker serves.
 
 To add one, define its structs in `messages` and add an `Op` to `OPS`.
 """

@@ -1,4 +1,4 @@
-"""Messages of requests that share a model: single prompts whose tokens are streamed, and texts to embed. Does not import torch."""
+"""Messages of requests that share a model: single prompts whose tokens are streamed, and texts to embed."""
 
 from typing import Any, ClassVar
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...engine.errors import ConfigError
-from ...losses.registry import ByName
+from ...losses.registry import RegistryConfig
 from ..data_plane.store import DTYPE_NAMES, DTYPES
 from .codec import FramePart
 from .messages import Message
@@ -280,12 +280,12 @@ def _instance(name: str, content: dict[str, Any], names: Names) -> Any:
     cls = names.resolve(name)
     if not isinstance(cls, type) or not is_dataclass(cls):
         raise ValueDecodeError(f"{name} is not a dataclass, so it has no fields")
-    field_names = cls.setting_names() if issubclass(cls, ByName) else {f.name for f in fields(cls) if f.init}
+    field_names = cls.setting_names() if issubclass(cls, RegistryConfig) else {f.name for f in fields(cls) if f.init}
     content = {MOVED_FIELDS.get(name, name) if name not in field_names else name: value for name, value in content.items()}
     if unknown := sorted(content.keys() - field_names):
         raise ValueDecodeError(f"{name} has no field {unknown[0]!r}")
     try:
-        return cls.from_settings(**content) if issubclass(cls, ByName) else cls(**content)
+        return cls.from_settings(**content) if issubclass(cls, RegistryConfig) else cls(**content)
     except TypeError as e:  # a required field is missing
         raise ValueDecodeError(f"{name}: {e}") from e
 

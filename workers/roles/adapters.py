@@ -10,7 +10,7 @@ from ...engine.adapter_checkpoint import adapter_config_of
 from ...engine.adapter_trainer import AdapterTrainer
 from ...engine.adapters.config import AdapterConfig
 from ...engine.adapters.slot import AdapterStep
-from ...engine.call_trainer import AdapterCall, AdapterCallResult, CallTrainer
+from ...engine.call_trainer import CallTrainer, TrainingCall, TrainingCallResult
 from ...engine.config import OptimConfig
 from ...engine.errors import ConfigError
 from ...engine.packing.batch import PackedBatch
@@ -28,7 +28,7 @@ class AdapterRequest:
     Args:
         adapter: The name of the adapter; None for the frozen model without adapters, which can only be evaluated.
         batch: The documents, with the fields that the loss reads. Their `labels` may be any tokens (`PackedBatch.free_labels`); `targets`
-            holds several labels per token. See `AdapterCall`.
+            holds several labels per token. See `TrainingCall`.
         loss: The loss.
         forward_only: Whether to only evaluate the loss, without gradients.
         top_k: The number of most likely next tokens to return per token.
@@ -189,7 +189,7 @@ def compute_requests(trainer: CallTrainer, requests: Sequence[AdapterRequest]) -
     # All ranks have all requests and compute the same assignment of documents, so no documents have to be sent.
     assigned = [balance(request.batch.lengths, topology.dp_size, ratio=ratio) for request in requests]
     calls = [
-        AdapterCall(
+        TrainingCall(
             adapter=request.adapter,
             # A rank without documents takes part too, because the call is collective.
             batch=request.batch.select(rows) if (rows := of_request[topology.dp_rank]) else None,
@@ -212,7 +212,7 @@ def compute_requests(trainer: CallTrainer, requests: Sequence[AdapterRequest]) -
 
 def _reply(
     request: AdapterRequest,
-    result: AdapterCallResult,
+    result: TrainingCallResult,
     assigned: Sequence[Sequence[int]],
     parts: Sequence[Mapping[str, Tensor]],
 ) -> AdapterReply:
@@ -234,7 +234,7 @@ def _reply(
     )
 
 
-def _outputs(result: AdapterCallResult) -> dict[str, Tensor]:
+def _outputs(result: TrainingCallResult) -> dict[str, Tensor]:
     """Return a call's outputs for the tokens of this rank's documents; empty if this rank has no documents."""
     outputs = {"log_probs": result.log_probs, "top_tokens": result.top_tokens, "top_log_probs": result.top_log_probs}
     return {name: value for name, value in outputs.items() if value is not None}

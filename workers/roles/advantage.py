@@ -23,14 +23,14 @@ from ...losses.fields import sequence_field, token_field
 from ...losses.importance import accepted_tokens, importance_weights
 from ...losses.names import Correction, KLEstimator, Level, Rejection
 from ...losses.policy import kl_estimate, response_tokens
-from ...losses.registry import ByName, LossRegistry, check_not_negative
+from ...losses.registry import LossRegistry, RegistryConfig, check_not_negative
 from .batch_adapters import adapt_batch
 from .dispatch import register
 from .responses import PaddedCompletions
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdvantageConfig(ByName):
+class AdvantageConfig(RegistryConfig):
     """The configuration of advantage computation.
 
     Args:

@@ -11,7 +11,7 @@ from ...engine.checkpoint.storage import MANIFEST
 from ...engine.config import OptimConfig
 from ...engine.errors import ConfigError
 from ...engine.export import export_hf
-from ...engine.full_trainer import FullTrainer
+from ...engine.full_trainer import FullWeightTrainer
 from ...engine.hf.weights import stored_weights
 from ...engine.registry import engine_class
 from .adapters import AdapterReply, AdapterRequest, compute_requests
@@ -35,10 +35,10 @@ class FullTrainingWorker(Worker):
     def __init__(self, config: WorkerConfig, ranks: Sequence[int] | None = None) -> None:
         super().__init__(config, ranks)
         self._ranks = ranks
-        self._trainer: FullTrainer | None = None
+        self._trainer: FullWeightTrainer | None = None
         self._is_fresh = True
         """Whether the engine has the weights of `model.path` and no moments."""
-        self._evaluated: dict[str | None, FullTrainer] = {}
+        self._evaluated: dict[str | None, FullWeightTrainer] = {}
 
     @register("all")
     def create_model(self, name: str) -> None:
@@ -53,7 +53,7 @@ class FullTrainingWorker(Worker):
         if self._trainer is not None:
             raise ConfigError(f"the model {self._trainer.name!r} is being trained; drop it before creating {name!r}")
         self._renew()
-        self._trainer, self._is_fresh = FullTrainer(self.engine, name), False
+        self._trainer, self._is_fresh = FullWeightTrainer(self.engine, name), False
 
     def _renew(self) -> None:
         """Rebuild the engine, unless it still has the weights of `model.path` and no moments."""
@@ -93,7 +93,7 @@ class FullTrainingWorker(Worker):
 
     @register("all", changes_weights=True)
     def forward_backward(self, requests: Sequence[AdapterRequest]) -> list[AdapterReply]:
-        """Compute the losses of requests, and add their gradients to those of the model; see `FullTrainer`.
+        """Compute the losses of requests, and add their gradients to those of the model; see `FullWeightTrainer`.
 
         Args:
             requests: The requests; `adapter` is the name of the model or of a snapshot, or None for the weights of `model.path`.
@@ -112,7 +112,7 @@ class FullTrainingWorker(Worker):
             replies |= dict(zip(numbers, computed, strict=True))
         return [replies[number] for number in range(len(requests))]
 
-    def _model(self, name: str | None) -> FullTrainer:
+    def _model(self, name: str | None) -> FullWeightTrainer:
         if self._trainer is not None and self._trainer.name == name:
             return self._trainer
         # The weights of `model.path` are loaded on first use, because many services never evaluate them.
@@ -124,7 +124,7 @@ class FullTrainingWorker(Worker):
 
     @register("all", changes_weights=True)
     def optim_step(self, name: str, optim: OptimConfig) -> AdapterStep:
-        """Run an optimizer step with the gradients accumulated since the last one; see `FullTrainer.optim_step`.
+        """Run an optimizer step with the gradients accumulated since the last one; see `FullWeightTrainer.optim_step`.
 
         Raises:
             ConfigError: There is no such model, or the optimizer is not AdamW.
@@ -132,7 +132,7 @@ class FullTrainingWorker(Worker):
         """
         return self._trained(name).optim_step(optim)
 
-    def _trained(self, name: str) -> FullTrainer:
+    def _trained(self, name: str) -> FullWeightTrainer:
         if self._trainer is None or self._trainer.name != name:
             raise ConfigError(
                 f"there is no model {name!r} in training; create or load it first (models and snapshots: {', '.join(self.model_names()) or 'none'})"
@@ -196,7 +196,7 @@ class FullTrainingWorker(Worker):
             self._evaluated.pop(name).engine.close()
         # Without optimizer settings, the engine allocates neither gradients nor moments.
         config = replace(self.config, model=replace(self.config.model, path=folder), optim=None)
-        self._evaluated[name] = FullTrainer(self._new_engine(config), name)
+        self._evaluated[name] = FullWeightTrainer(self._new_engine(config), name)
 
     def close(self) -> None:
         """Free all engines."""

@@ -130,7 +130,7 @@ class RolloutWorker:
             options: The sampling options.
             version: The version that the weights must have; None accepts any. If this version is held (`RolloutConfig.held_versions`),
                 the generator switches to it, and earlier ones are dropped.
-            columns: `number`: a number for each prompt, instead of its number in the batch. `begun`: the prompt's completions from a
+            columns: `number`: a number for each prompt, instead of its number in the batch. `partial_completions`: the prompt's completions from a
                 cancelled call, or None. `first_samples`: the number of its first completion. `max_tokens`: the maximum number of
                 tokens of each completion. See `BaseGenerator.generate`.
 
@@ -148,7 +148,11 @@ class RolloutWorker:
         if isinstance(prompts, PackedBatch) and prompts.media:
             media = [_media_of(prompts, i) for i in range(prompts.num_sequences)]
         more: dict[str, Any] = {} if media is None else {"media": media}
-        more |= {name: values for name, values in (columns or {}).items() if name in ("begun", "first_samples", "max_tokens")}
+        more |= {
+            name: values
+            for name, values in (columns or {}).items()
+            if name in ("partial_completions", "first_samples", "max_tokens")
+        }
         return self.generator.generate([[int(token) for token in ids] for ids in token_ids], options, rows, **more)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""A model worker as a child process of its controller: its start, output and end. Does not import torch."""
+"""A model worker as a child process of its controller: its start, output and end."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""The hosts of supervised worker processes: this machine, or the machines of a Ray cluster. Does not import torch."""
+"""The hosts of supervised worker processes: this machine, or the machines of a Ray cluster."""
 
 import logging
 import os

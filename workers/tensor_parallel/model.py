@@ -232,7 +232,7 @@ class ShardedLM:
         self.roll_back(offset)
         ids = torch.tensor([list(tokens)], device=self.device)
         positions = torch.arange(offset, offset + len(tokens), device=self.device)[None] + self.positions_delta
-        with self.whole_or_nothing():
+        with self.clear_cache_on_error():
             # Not through the model's own `forward`, which remembers the offset of positions after images beyond the end
             # of a sequence.
             if self.sees_images:
@@ -293,7 +293,7 @@ class ShardedLM:
         """
         self._images.append((start, self._length, delta))
 
-    def whole_or_nothing(self) -> "_ClearOnError":
+    def clear_cache_on_error(self) -> "_ClearOnError":
         """Return a context manager that empties the cache if its block fails."""
         return _ClearOnError(self)
 

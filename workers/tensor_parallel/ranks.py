@@ -186,7 +186,14 @@ class Ranks:
                 replies.append((rank, e))
             except TimeoutError:
                 self.lost = True
-                replies.append((rank, WorkerLostError(f"rank {rank} did not answer")))
+                replies.append(
+                    (
+                        rank,
+                        WorkerLostError(
+                            f"rank {rank} has not answered {self.local.title_of(request)} within {patience:.0f} s"
+                        ),
+                    )
+                )
         self._raise_first(self.local.title_of(request), replies)
         return own_reply
 

@@ -152,7 +152,7 @@ def step_with_images(
     backbone, device = lm.model.model, lm.device
     ids = torch.tensor([list(tokens)], device=device)
     visual = ids == image_token
-    with lm.whole_or_nothing():
+    with lm.clear_cache_on_error():
         grids = pixels.grids.to(device)
         vision = backbone.get_image_features(pixels.values.to(device), grids)
         hidden = backbone.get_input_embeddings()(ids)

@@ -1,1 +1,1 @@
-"""The APIs for agents: parsing of requests, and formats of responses. Imports no torch."""
+"""The APIs for agents: parsing of requests, and formats of responses."""

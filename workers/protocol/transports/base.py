@@ -1,4 +1,4 @@
-"""The interface between the request loop and a transport. Does not import torch."""
+"""The interface between the request loop and a transport."""
 
 import os
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The transport inside a Ray actor, where another thread of the same process passes on the frames. Does not import torch."""
+"""The transport inside a Ray actor, where another thread of the same process passes on the frames."""
 
 import queue
 import threading

@@ -1,4 +1,4 @@
-"""Lines of JSON on standard input and output. Does not import torch."""
+"""Lines of JSON on standard input and output."""
 
 import os
 import select

@@ -1,4 +1,4 @@
-"""The worker's end of a ZeroMQ connection. Does not import torch.
+"""The worker's end of a ZeroMQ connection.
 
 `zmq:///folder/name.sock` is a socket in a folder of this machine that only its owner can enter; `zmq://host:port` is encrypted and
 authenticated by CURVE, with keys that the worker inherits.

@@ -1,6 +1,6 @@
-"""The trial of a model family. On a small model of the same config, packed logits are compared with those of single documents.
+"""Checks whether an unknown model family computes packed documents as it computes single ones, on a small model of the same config.
 
-The trial has every kind of layer that the model has, and every pair of neighbors among them. Kinds are read from the modules that
+The small model has every kind of layer that the model has, and every pair of neighbors among them. Kinds are read from the modules that
 transformers builds, on the meta device, because configs name their layers in many ways.
 """
 
@@ -20,7 +20,7 @@ from ..errors import ModelError
 from ..hf.config import logit_transform
 from ..hf.experts import expert_modules, use_grouped_experts
 from ..hf.model import decoder_of
-from ..hf.state_layers import carry_states_in_documents
+from ..hf.state_layers import reset_states_between_documents
 from ..ops.packed_context import PackedContext
 from ..ops.scan.fused import without_kernels
 from ..packing.convert import from_lists
@@ -328,7 +328,7 @@ def _built(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
         raise ModelError("it takes attention from a list of its own, not from transformers' attention interface") from e
     if attention == IMPLEMENTATION:
         use_grouped_experts(model)
-        carry_states_in_documents(model)
+        reset_states_between_documents(model)
     else:
         # Use the family's own code, so that ours is compared with it.
         for _, module in expert_modules(model):
