@@ -11,8 +11,8 @@ PAGE = Path(__file__).parent / "configuration.md"
 
 
 RL = (
-    "For `drivetrain.trainers.grpo`, `ppo` and `online_dpo`, beside `model`, `engine` and `optim` above and the parts of `data` and "
-    "`trainer` that are not listed here again. `actor`, `critic`, `reference` and `reward` take what is not set for them from the top level: "
+    "These settings are for `drivetrain.trainers.grpo`, `ppo` and `online_dpo`. The settings of `model`, `engine` and `optim` above apply too, and "
+    "those of `data` and `trainer` that are not listed here again. `actor`, `critic`, `reference` and `reward` take what is not set for them from the top level: "
     "`critic.optim.lr=1e-5` changes only that."
 )
 
@@ -35,7 +35,7 @@ def page() -> str:
     parts = [
         "# Configuration reference",
         "",
-        "Generated from the dataclasses by `make docs`; a test compares the two. Every setting can be given in a recipe (YAML) or on the command line as",
+        "`make docs` generates this page from the dataclasses. Every setting can be given in a recipe (YAML) or on the command line as",
         "`key=value`; unknown keys are an error. `python -m drivetrain.trainers.sft --help` (or `dpo`, `rm`, `grpo`, `ppo`, `online_dpo`) prints the same list.",
     ]
     every = [k for k in keys(SFTConfig) if k.name != "engine.options"]
