@@ -1,5 +1,6 @@
 """Write the configuration reference from the dataclasses: `python -m docs.reference`."""
 
+import re
 from pathlib import Path
 
 from drivetrain.engine.registry import backends, options_class
@@ -11,8 +12,8 @@ PAGE = Path(__file__).parent / "configuration.md"
 
 
 RL = (
-    "For `drivetrain.trainers.grpo`, `ppo` and `online_dpo`, beside `model`, `engine` and `optim` above and the parts of `data` and "
-    "`trainer` that are not listed here again. `actor`, `critic`, `reference` and `reward` take what is not set for them from the top level: "
+    "These settings are for `drivetrain grpo`, `ppo` and `online_dpo`. The settings of `model`, `engine` and `optim` above apply too, and "
+    "those of `data` and `trainer` that are not listed here again. `actor`, `critic`, `reference` and `reward` take what is not set for them from the top level: "
     "`critic.optim.lr=1e-5` changes only that."
 )
 
@@ -26,7 +27,9 @@ def table(rows: list[Key]) -> str:
         shown = '""' if shown == "" else shown
         # A bracket would begin a link, asterisks emphasis.
         meaning = key.help.replace("[", r"\[").replace("*", r"\*")
-        lines.append(f"| `{key.name}` | {key.type.replace('|', '&#124;')} | `{shown}` | {meaning} |")
+        # A class without its module.
+        kind = re.sub(r"\b(?:\w+\.)+(?=[A-Z])", "", key.type).replace("|", "&#124;")
+        lines.append(f"| `{key.name}` | {kind} | `{shown}` | {meaning} |")
     return "\n".join(lines)
 
 
@@ -35,15 +38,15 @@ def page() -> str:
     parts = [
         "# Configuration reference",
         "",
-        "Generated from the dataclasses by `make docs`; a test compares the two. Every setting can be given in a recipe (YAML) or on the command line as",
-        "`key=value`; unknown keys are an error. `python -m drivetrain.trainers.sft --help` (or `dpo`, `rm`, `grpo`, `ppo`, `online_dpo`) prints the same list.",
+        "`make docs` generates this page from the dataclasses. Every setting can be given in a recipe (YAML) or on the command line as",
+        "`key=value`; unknown keys are an error. `drivetrain sft --help` (or `dpo`, `rm`, `grpo`, `ppo`, `online_dpo`) prints the same list.",
     ]
     every = [k for k in keys(SFTConfig) if k.name != "engine.options"]
     for section in ("model", "data", "engine", "optim", "trainer"):
         parts += ["", f"## {section}", "", table([k for k in every if k.name.startswith(f"{section}.")])]
     for section, cls, trainer in (("dpo", DPOConfig, "dpo"), ("reference", DPOConfig, "dpo"), ("rm", RMConfig, "rm")):
         own = [k for k in keys(cls) if k.name.startswith(f"{section}.")]
-        parts += ["", f"## {section}", "", f"Only for `drivetrain.trainers.{trainer}`.", "", table(own)]
+        parts += ["", f"## {section}", "", f"Only for `drivetrain {trainer}`.", "", table(own)]
     shared = {(k.name, k.help) for k in every}
     own = [k for k in keys(GRPOConfig) if (k.name, k.help) not in shared and k.name != "engine.options"]
     parts += ["", "## Reinforcement learning", "", RL]

@@ -115,7 +115,7 @@ def page() -> str:
         "(`engine.parallel.dp_shard`, by default the number of processes). The engine chooses what is recomputed (`engine.recompute=auto`).",
     ]
     for recipe in RECIPES:
-        what = "all weights: kept in float32, computed in bfloat16" if recipe == "sft" else "adapters"
+        what = "all weights, kept in float32 and computed in bfloat16" if recipe == "sft" else "adapters"
         lines += ["", f"## `recipe={recipe}`: {what}", "", f"| model | {' | '.join(GPUS)} |", "|---" * (len(GPUS) + 1) + "|"]
         for model in MODELS:
             cells = [smallest(model, recipe, memory) for memory in GPUS.values()]

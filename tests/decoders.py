@@ -160,11 +160,11 @@ def short(reason: str) -> str:
 def page(outcomes: dict[str, str]) -> str:
     """Return the section of docs/families.md."""
     counts = Counter(one.partition(":")[0] for one in outcomes.values())
-    said = f"{counts['exact']} are exact, {counts['refused']} are refused, {len(outcomes) - counts['exact'] - counts['refused']} are no decoders"
+    said = f"{counts['exact']} are exact, {counts['refused']} are refused, {len(outcomes) - counts['exact'] - counts['refused']} are not decoders"
     return "\n".join(
         [
             BEGIN,
-            f"What became of each of the {len(outcomes)} types that transformers {transformers.__version__} can build as a causal language model: {said}. Each that the",
+            f"The table lists the {len(outcomes)} types that transformers {transformers.__version__} can build as a causal language model: {said}. Each type that the",
             "engine accepts was trained for a step on fsdp, at small widths and with all documents packed, and compared with plain transformers. `make decoders` writes this table.",
             "",
             "| type | packed on fsdp |",

@@ -52,7 +52,7 @@ class SourcesConfig(Settings):
     )
     txt: Literal["line", "file"] = setting("line", "what one text in a txt file is: each line, or the entire file")
     chat_template_kwargs: dict[str, Any] = setting(
-        factory=dict, help="variables for the chat template, for example data.chat_template_kwargs.enable_thinking=false"
+        factory=dict, help="variables for the chat template, for example {enable_thinking: false}"
     )
     too_long: TooLong = setting(
         "error", "what to do with a sample that is too long; split: cut it into several samples, for plain text"

@@ -36,7 +36,7 @@ class RunConfig(CommandConfig):
                 "number of steps"
             )
         # Without held-out data they would have no effect, which is more likely a mistake than intended.
-        for name in ("best_metric", "generate", "eval_every"):
+        for name in ("best_metric", "eval_completions", "eval_every"):
             value = getattr(self.trainer, name)
             if value and not self.data.eval:
                 raise ConfigError(f"trainer.{name}={value} needs data.eval, which is not set")

@@ -62,13 +62,13 @@ def sums(user: Connection, other: Connection) -> None:
     small = scaled(datums, 0.1)
     # Adam's usual step hardly depends on the norm of the gradient, so a mean could not be told from a sum. With LINEAR it is
     # proportional to the gradient, so half of the learning rate must compensate for twice the gradient.
-    found = []
+    stepped = []
     for batch, rate in ((small, 10.0), ([*small, *small], 5.0)):
         with user.model() as model:
             model.run(batch)
             model.step(**{**LINEAR, "learning_rate": rate})
-            found.append(after(model, datums))
-    expect_close(found[1], found[0], "log-probabilities after half the rate with all datums twice")
+            stepped.append(after(model, datums))
+    expect_close(stepped[1], stepped[0], "log-probabilities after half the rate with all datums twice")
 
 
 def chunks(user: Connection, other: Connection) -> None:
