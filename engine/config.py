@@ -456,7 +456,8 @@ class OptimConfig(Settings):
             ("betas", self.betas[1], 0, 1),
         ):
             if not low <= value <= high:
-                raise ConfigError(f"optim.{name}={value}; it must be from {low} to {high}")
+                bounds = f"at least {low}" if math.isinf(high) else f"from {low} to {high}"
+                raise ConfigError(f"optim.{name}={value}; it must be {bounds}")
             if math.isinf(value):
                 raise ConfigError(f"optim.{name}={value}; it must be finite")
         if 1 in self.betas:

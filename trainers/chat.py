@@ -4,6 +4,7 @@ drivetrain chat MODEL|RUN|CHECKPOINT [--system-prompt TEXT] [max_new_tokens=100 
 """
 
 import argparse
+import difflib
 import os
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+CHAT_SETTINGS: dict[str, type] = {"max_new_tokens": int, "temperature": float, "top_p": float, "top_k": int, "do_sample": bool}
+"""The generation settings of a chat and their types."""
 _SERVED = " is served at "
 _END_S = 15.0
 _CLIENT = "--client"
@@ -32,9 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "settings", nargs="*", default=[], metavar="name=value", help="generation settings, such as temperature=0.7"
     )
     args = parser.parse_intermixed_args(words[:at])
+    if problem := next(filter(None, map(_problem_of, args.settings)), None):
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
     name = Path(args.source).resolve().name
     # Port 0 lets the system choose a free port; the server prints it when it is ready.
     serve = [sys.executable, "-m", f"{__package__.partition('.')[0]}.cli", "serve", args.source, "--name", name, "--port", "0"]
+    # A model that cannot chat, such as a reward model, is refused by the server instead of served as an embedding model.
+    serve += ["--task", "generate"]
     with subprocess.Popen([*serve, *words[at + 1 :]], stdout=subprocess.PIPE, text=True) as server:
         try:
             url = _address(server)
@@ -54,6 +62,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             with suppress(subprocess.TimeoutExpired):
                 server.wait(_END_S)
             server.kill()
+
+
+def _problem_of(word: str) -> str | None:
+    """Return what is wrong with a generation setting of the command line; None if nothing is."""
+    name, _, value = word.partition("=")
+    kind = CHAT_SETTINGS.get(name)
+    if kind is None:
+        close_matches = difflib.get_close_matches(name, CHAT_SETTINGS, n=1)
+        hint = f"did you mean {close_matches[0]!r}? " if close_matches else ""
+        return f"unknown setting {word!r}; {hint}the settings of a chat are {', '.join(CHAT_SETTINGS)}"
+    if kind is bool:
+        return None if value.lower() in ("true", "false") else f"{word}; it must be true or false"
+    try:
+        kind(value)
+    except ValueError:
+        return f"{word}; it must be {'an integer' if kind is int else 'a number'}"
+    return None
 
 
 def _address(server: "subprocess.Popen[str]") -> str | None:

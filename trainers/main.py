@@ -8,6 +8,7 @@ from typing import Any
 
 from ..commands import COMMANDS, Command
 from ..engine.hf.model_path import check_model_path
+from ..engine.parallel.orphans import die_with_parent
 from ..engine.parallel.process import report_failure
 from .config.parse import parse
 
@@ -37,6 +38,9 @@ def run_trainer(command: str, argv: Sequence[str] | None = None) -> int:
             # Only a path that is not set is refused here, because it is unset in all processes. Folders are checked later, where all
             # ranks take part: one may be missing on a single node, and the others must then end too.
             check_model_path(config.model.path)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            # A launcher that is killed cannot end its processes, which would continue to train and keep the folder locked.
+            die_with_parent()
         trainer = _imported(entry.trainer)(config)
         if DRY_RUN in words:
             trainer.dry_run()

@@ -30,6 +30,7 @@ def check_model_path(path: str) -> None:
         if not (Path(path) / "config.json").is_file():
             # What runs have trained comes first: a folder of a demo has its untrained model too.
             nested = [str(p.parent) for of in ("*/hf", "hf", "*") for p in sorted(Path(path).glob(f"{of}/config.json"))]
+            nested = list(dict.fromkeys(nested))
             hint = f"; did you mean {' or '.join(nested[:5])}?" if nested else "; use a folder in Hugging Face format"
             raise ModelError(f"model.path={path} has no config.json{hint}")
     elif not _is_hub_name(path):

@@ -39,5 +39,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.listen(LISTEN_QUEUE)
     except OSError as e:
         listener.close()
-        raise ConfigError(f"the address {host}:{port} cannot be used: {e.strerror or e}") from e
+        raise ConfigError(
+            f"the address {host}:{port} cannot be used: {e.strerror or e}; choose another --host or --port"
+        ) from e
     return listener

@@ -13,6 +13,7 @@ from ...engine.hf.shape import context_of
 from ...engine.hf.weights import WeightFolder
 from ...generation.embeddings.folder import read_folder
 from ...generation.options import SamplingOptions
+from ...trainers.chat import CHAT_SETTINGS
 from .schema import Sampling
 from .text import Texts
 
@@ -153,7 +154,7 @@ def _client_settings(body: Sampling) -> dict[str, Any]:
     defaults = GenerationConfig().to_dict()
     client_settings: dict[str, Any] = {}
     for name, value in settings.items():
-        kind = _CLIENT_SETTINGS.get(name)
+        kind = CHAT_SETTINGS.get(name)
         if value is None or name in _NO_SETTINGS:
             continue
         if kind is None:
@@ -170,13 +171,6 @@ def _client_settings(body: Sampling) -> dict[str, Any]:
     return client_settings
 
 
-_CLIENT_SETTINGS: dict[str, type] = {
-    "max_new_tokens": int,
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "do_sample": bool,
-}
 _NO_SETTINGS = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config", "use_cache")
 _MAX_CHARACTERS = 64
 """The maximum number of characters per token, for the check of texts that cannot fit."""

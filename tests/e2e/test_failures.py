@@ -16,6 +16,7 @@ from drivetrain.trainers.loop import ranks, run_folder
 from helpers.harness import run_ranks
 from helpers.runs import words
 from helpers.search_path import python_path
+from helpers.server import until
 
 SPEC = """
 from drivetrain.engine.registry import BackendSpec
@@ -42,6 +43,9 @@ class PlantedEngine(FSDPEngine):
         if self.topology.rank == 1 and self.step == 1:
             if os.environ.get("PLANTED_KILL"):
                 os.kill(os.getpid(), 9)
+            if os.environ.get("PLANTED_SLEEP"):
+                Path(os.environ["PLANTED_SLEEP"]).touch()
+                time.sleep(600)
             raise RuntimeError("planted failure")
         return super().forward_step(micro_batch, consumer, chunk)
 """
@@ -121,6 +125,22 @@ def test_a_rank_that_is_killed_is_told_in_one_line(task: Path, planted: dict[str
     # What its peer saw of it may come first: a connection that broke.
     assert any(line.startswith("error: rank 1 was killed by SIGKILL") or "rank 0: RuntimeError" in line for line in told)
     assert "ChildFailedError" not in done.stderr
+
+
+@pytest.mark.slow
+def test_no_process_outlives_a_killed_launcher(task: Path, planted: dict[str, str]) -> None:
+    """They would continue to train, and keep the folder locked."""
+    command = [sys.executable, "-m", "drivetrain.cli", "sft", "--nproc", "2", *words(task, "engine.backend=planted")]
+    asleep = task / "asleep"
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**planted, "PLANTED_SLEEP": str(asleep)}
+    ) as launcher:
+        until(asleep.is_file, 60)
+        pids = [int(file.name) for file in Path(planted["PLANTED_FOLDER"]).iterdir()]
+        assert len(pids) == 2
+        assert all(alive(pid) for pid in pids)
+        launcher.kill()
+    until(lambda: not any(alive(pid) for pid in pids))
 
 
 def failed_alone(words: list[str]) -> str:

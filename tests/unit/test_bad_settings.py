@@ -33,16 +33,16 @@ TRAINERS: dict[str, tuple[Any, Any]] = {
     "online_dpo": (OnlineDPOConfig, OnlineDPOTrainer),
 }
 REFUSED = r"""
-sft optim.lr=nan  =>  optim.lr=nan; it must be from 0 to inf
+sft optim.lr=nan  =>  optim.lr=nan; it must be at least 0
 sft optim.lr=inf  =>  optim.lr=inf; it must be finite
-sft optim.lr=-1  =>  optim.lr=-1.0; it must be from 0 to inf
+sft optim.lr=-1  =>  optim.lr=-1.0; it must be at least 0
 sft optim.lr=abc  =>  optim.lr=abc; it must be a number
 sft optim.lr=  =>  optim.lr has no value; it must be a number
 sft optim.betas=[0.9]  =>  optim.betas=[0.9]; it must be a list of 2 values
 sft optim.betas=[0.9,1.0]  =>  optim.betas=[0.9, 1.0]; both must be below 1, as a moment never changes at 1
 sft optim.betas=[1.5,0.9]  =>  optim.betas=1.5; it must be from 0 to 1
-sft optim.weight_decay=-1  =>  optim.weight_decay=-1.0; it must be from 0 to inf
-sft optim.weight_decay=nan  =>  optim.weight_decay=nan; it must be from 0 to inf
+sft optim.weight_decay=-1  =>  optim.weight_decay=-1.0; it must be at least 0
+sft optim.weight_decay=nan  =>  optim.weight_decay=nan; it must be at least 0
 sft optim.eps=0  =>  optim.eps=0.0; it must be more than 0, or a parameter without a gradient becomes NaN
 sft optim.clip_grad_norm=0  =>  optim.clip_grad_norm=0.0; use a positive norm, or null for no clipping
 sft optim.clip_grad_norm=-1  =>  optim.clip_grad_norm=-1.0; use a positive norm, or null for no clipping

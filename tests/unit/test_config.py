@@ -498,8 +498,8 @@ def test_the_configuration_reference_is_current() -> None:
     [
         (OptimConfig, {"lr": "1e-4"}, "optim.lr='1e-4' is a str; it must be a number"),
         (OptimConfig, {"lr": True}, "optim.lr=True is a bool; it must be a number"),
-        (OptimConfig, {"lr": -1.0}, "optim.lr=-1.0; it must be from 0 to inf"),
-        (OptimConfig, {"lr": float("nan")}, "optim.lr=nan; it must be from 0"),
+        (OptimConfig, {"lr": -1.0}, "optim.lr=-1.0; it must be at least 0"),
+        (OptimConfig, {"lr": float("nan")}, "optim.lr=nan; it must be at least 0"),
         (OptimConfig, {"betas": (0.9,)}, r"optim.betas=\(0.9,\) is a tuple; it must be a list of 2 numbers"),
         (OptimConfig, {"betas": ("a", "b")}, "it must be a list of 2 numbers"),
         (OptimConfig, {"clip_grad_norm": "1"}, "it must be a number or null"),

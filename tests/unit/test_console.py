@@ -1,5 +1,6 @@
 """What a person sees of a run."""
 
+import math
 import os
 import re
 import sys
@@ -66,16 +67,24 @@ def test_lines_fit_a_narrow_window(monkeypatch: pytest.MonkeyPatch) -> None:
         "error/a": 3.0,
         "kl": 1.0,
     }
-    for terminal, width, lines in ((False, 80, None), (True, 80, None), (False, 40, None), (False, 80, RLLines())):
+    for terminal, width, lines in (
+        (True, 80, None),
+        (True, 60, None),
+        (True, 80, RLLines()),
+        (False, 40, None),
+        (False, 40, RLLines()),
+    ):
         out = StringIO()
         console = Console(200000, 1, RichConsole(file=out, force_terminal=terminal, width=width, highlight=False), lines)
         console.log(answers if lines else record)
         console.close()
         # Without the codes that move the cursor and color the bar.
         for line in re.split(r"[\r\n]", re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", out.getvalue())):
-            assert len(line) <= width
+            assert len(line) <= width or not terminal
         assert "step 123456/200000" in out.getvalue()
         assert ("failed 3" if lines else "loss 1.5000") in out.getvalue()
+        # A file has no width, so it gets the whole line.
+        assert ("grad_norm 0.250" in out.getvalue() and "0:00:00 left" in out.getvalue()) or terminal
     monkeypatch.setenv("NO_COLOR", "1")
     out = StringIO()
     console = Console(10, 1, RichConsole(file=out, force_terminal=True, width=80, highlight=False))
@@ -87,7 +96,7 @@ def test_lines_fit_a_narrow_window(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_summary_tells_what_was_done() -> None:
     from drivetrain.trainers.loop.console import Summary
 
-    summary = Summary(3)
+    summary = Summary(30)
     for step, loss in ((1, 3.0), (2, 2.0), (3, 1.0)):
         summary.log(
             {**RECORD, "step": step, "loss": loss, "tokens_per_s": 100.0 * step, "skipped": step == 2, "mfu": 0.1 * step}
@@ -95,13 +104,34 @@ def test_a_summary_tells_what_was_done() -> None:
     summary.log({"step": 2, "split": "eval", "loss": 2.5})
     summary.log({"step": 3, "split": "eval", "loss": 2.75})
     told = dict(line.split(maxsplit=1) for line in summary.lines({"model": "runs/x/hf"}))
-    assert told["steps"] == "1 to 3 of 3, 1 skipped"
+    assert told["steps"] == "1 to 3 of 30, 1 skipped"
     assert told["loss"] == "3 at the first step, 1 at the last"
     # The first step, which compiles and allocates, is left out.
     assert told["tokens"] == "3000, 250 per second (median)"
     assert told["mfu"] == "25.0%"
     assert told["evaluation"] == "last loss 2.75, lowest 2.5 (step 2)"
     assert told["model"] == "runs/x/hf"
+
+
+@pytest.mark.parametrize(
+    ("total", "last", "advice"),
+    [
+        (30, 1.0, ""),
+        (30, 5.9, ""),
+        (30, 6.1, "; it rose, so the model is worse than before: lower optim.lr"),
+        (30, math.nan, "; it rose, so the model is worse than before: lower optim.lr"),
+        (2, 2.9, "; 2 steps may be too few: raise trainer.epochs or optim.lr, or lower data.batch_size"),
+        (1, 3.0, "; 1 step may be too few: raise trainer.epochs or optim.lr, or lower data.batch_size"),
+    ],
+)
+def test_a_summary_says_what_to_change(total: int, last: float, advice: str) -> None:
+    from drivetrain.trainers.loop.console import Summary
+
+    summary = Summary(total)
+    for step, loss in ((1, 3.0), (total, last)):
+        summary.log({**RECORD, "step": step, "loss": loss, "tokens_per_s": 1.0, "skipped": False, "mfu": None})
+    (line,) = (line for line in summary.lines({}) if line.startswith("loss"))
+    assert line.endswith(f"{last:.4g} at the last{advice}")
 
 
 def _written(terminal: int) -> Iterator[str]:

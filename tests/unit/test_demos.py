@@ -185,6 +185,24 @@ def test_chat_begins_when_the_service_is_ready(lines: list[str], monkeypatch: py
         assert len(calls) == 1
 
 
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("temprature=1", "unknown setting 'temprature=1'; did you mean 'temperature'? the settings of a chat are"),
+        ("hello", "unknown setting 'hello'; the settings of a chat are max_new_tokens, temperature"),
+        ("temperature=hot", "temperature=hot; it must be a number"),
+        ("max_new_tokens=1.5", "max_new_tokens=1.5; it must be an integer"),
+        ("do_sample=maybe", "do_sample=maybe; it must be true or false"),
+    ],
+)
+def test_a_chat_refuses_wrong_settings_before_it_starts_a_service(
+    word: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert chat.main(["models/m", "top_p=0.9", word]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_the_end_of_the_input_ends_a_chat_quietly() -> None:
     class Ready(BaseHTTPRequestHandler):
         """What the client asks for before its first prompt: whether the model is loaded."""

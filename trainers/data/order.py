@@ -239,7 +239,7 @@ class BatchOrder:
         if epochs and state.get("batch_size") != self.batch_size:
             raise CheckpointError(
                 f"it was saved with data.batch_size = {state.get('batch_size')}, now it is {self.batch_size}, so the "
-                "steps of trainer.epochs cannot be counted; set trainer.max_steps, or keep the batch size"
+                "steps of trainer.epochs cannot be counted; keep the batch size or set trainer.max_steps, or start anew in another trainer.output_dir"
             )
         if self._sampler.weights is not None:
             # Checkpoints of versions that did not make up for rounding lack these numbers: every epoch drew the same as the first.

@@ -38,7 +38,7 @@ def run_preference_demo(task: str, root: Path, nproc: int | None, steps: int | N
     folder = train(task, f"{task}_demo", root, nproc=nproc, steps=steps, seed=seed)
     print("3/3  judging held-out pairs with the exported model in plain transformers", flush=True)
     after = measured(*judge, str(folder / "hf"), held_out, "4")
-    report(root, folder, before, after, start)
+    report(root, folder, before, after, start, chats=task == "dpo")
     if after < ENOUGH:
         print(f"error: accuracy {after:.3f} after training; at least {ENOUGH} was expected", file=sys.stderr)
         return 1

@@ -35,7 +35,7 @@ def train(trainer: str, recipe: str, root: Path, *, nproc: int, steps: int | Non
     return folder
 
 
-def report(root: Path, folder: Path, before: float, after: float, start: float) -> None:
+def report(root: Path, folder: Path, before: float, after: float, start: float, *, chats: bool = True) -> None:
     """Write `summary.json`, and print its contents.
 
     Args:
@@ -44,6 +44,7 @@ def report(root: Path, folder: Path, before: float, after: float, start: float) 
         before: The held-out accuracy of the untrained model.
         after: The held-out accuracy of the trained model.
         start: The start time of the demo, by `time.monotonic`.
+        chats: Whether the model generates completions, so that one can chat with it.
     """
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = {
@@ -57,5 +58,6 @@ def report(root: Path, folder: Path, before: float, after: float, start: float) 
     (root / "summary.json").write_text(json.dumps(summary) + "\n")
     print(f"     held-out accuracy {before:.3f} before, {after:.3f} after {summary['steps']} steps")
     print(f"     model     {summary['export']}")
-    print(f"     next      drivetrain chat {folder}")
+    if chats:
+        print(f"     next      drivetrain chat {folder}")
     print(f"     summary   {root / 'summary.json'} ({summary['seconds']} s in total)")

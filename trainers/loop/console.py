@@ -1,5 +1,6 @@
 """Console output of a run: a bar on a terminal, plain lines elsewhere, and a summary at the end."""
 
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,11 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 from .samples import HeldOutCompletion
+
+_DIVERGED = 2.0
+"""By how many times the loss must have risen for the summary to call it a failure; smaller rises can be noise of the batches."""
+_FEW_STEPS = 10
+"""Below this number of steps, a model has hardly changed with the usual learning rates."""
 
 BAR_WIDTH = 12
 SHOWN_COMPLETIONS = 10
@@ -121,7 +127,8 @@ class Console:
                 self._bar.task_ids[0], completed=step, description=f"[red]{line}[/red]" if record["skipped"] else line
             )
         elif step % self._every == 0 or step == self._total:
-            self._out.print(fitted(parts, self._out.width), markup=False, soft_wrap=True)
+            # A file has no width, and its reader wants all numbers.
+            self._out.print("  ".join(part.text for part in parts), markup=False, soft_wrap=True)
 
     def log_completions(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
         """Print the completions to held-out samples."""
@@ -175,6 +182,17 @@ class Summary:
     def close(self) -> None:
         """Do nothing, since there is nothing to flush."""
 
+    def _advice(self) -> str:
+        """Return what to change about a loss that shows that the model has learned little or diverged; empty if it does not."""
+        first, last = self._first["loss"], self._last["loss"]
+        if math.isnan(last) or last > _DIVERGED * max(first, 1.0):
+            return "; it rose, so the model is worse than before: lower optim.lr"
+        if self._total < _FEW_STEPS:
+            return (
+                f"; {counted(self._total, 'step')} may be too few: raise trainer.epochs or optim.lr, or lower data.batch_size"
+            )
+        return ""
+
     def lines(self, outputs: Mapping[str, str]) -> list[str]:
         """Format the summary, one string per line.
 
@@ -189,7 +207,7 @@ class Summary:
             rows = {
                 "steps": f"{self._first['step']} to {self._last['step']} of {self._total}{skipped}",
                 "time": f"{duration(time.monotonic() - self._start)}, {self._seconds:.1f} s of it in steps",
-                "loss": f"{self._first['loss']:.4g} at the first step, {self._last['loss']:.4g} at the last",
+                "loss": f"{self._first['loss']:.4g} at the first step, {self._last['loss']:.4g} at the last{self._advice()}",
                 "tokens": f"{self._tokens}, {speed:.0f} per second (median)",
                 **({} if mfu is None else {"mfu": format_percent(mfu)}),
                 "peak memory": f"{self._last['peak_gib']:.2f} GiB",
@@ -198,6 +216,11 @@ class Summary:
             lowest, step = min(self._evaluated)
             rows["evaluation"] = f"last loss {self._evaluated[-1][0]:.4g}, lowest {lowest:.4g} (step {step})"
         return [f"{name:12} {value}" for name, value in {**rows, **outputs}.items()]
+
+
+def counted(number: int, noun: str) -> str:
+    """Format a number with its noun, `1 sample` or `2 samples`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def format_percent(value: float) -> str:

@@ -14,6 +14,7 @@ from ...engine.base import BaseEngine
 from ...engine.loss import StepResult
 from ...engine.offload import free_bytes, peak_bytes
 from ..data.loader import Loader, batch_of
+from ..loop.console import counted
 from .run import OfflineRun
 
 
@@ -48,8 +49,8 @@ class DryRun:
             "steps": f"{self.first_step} to {self.total_steps}"
             if self.first_step <= self.total_steps
             else f"all {self.total_steps} are done; nothing to train",
-            "data": f"{self.samples} samples, {self.tokens} tokens",
-            "longest step": f"{step.sequences} documents, {step.tokens} tokens, {step.micro_batches} micro-batches per rank, "
+            "data": f"{counted(self.samples, 'sample')}, {self.tokens} tokens",
+            "longest step": f"{counted(step.sequences, 'document')}, {step.tokens} tokens, {step.micro_batches} micro-batch{'' if step.micro_batches == 1 else 'es'} per rank, "
             f"{self.seconds:.1f} s",
             "loss": f"{step.loss:.4g}, gradient norm {step.grad_norm or 0.0:.4g}",
             "memory": f"{self.initial_gib:.2f} GiB before the step, at most {step.peak_gib:.2f} GiB in it, of {self.device_gib:.1f} GiB",

@@ -12,6 +12,7 @@ from ..data.load import RunData
 from ..data.loader import Loader
 from ..data.stream import StreamLoader
 from ..data.unknown_tokens import warn_about_unknown_tokens
+from ..loop.console import counted
 from ..loop.run_folder import announce_settings
 
 log = logging.getLogger(__name__)
@@ -36,11 +37,11 @@ def announce(
     announce_settings(config)
     if isinstance(loader, Loader):
         samples = loader.samples
-        _announce_layout(engine, f"{len(samples)} samples", total_steps)
+        _announce_layout(engine, counted(len(samples), "sample"), total_steps)
         _announce_sources(config, samples, loader.epoch_sizes)
     else:
         samples = loader.first()
-        _announce_layout(engine, f"streaming {len(config.data.train)} sources", total_steps)
+        _announce_layout(engine, f"streaming {counted(len(config.data.train), 'source')}", total_steps)
         log.info("  the first %d rows: %d samples, %d tokens", config.data.stream_rows, len(samples), sum(samples.tokens))
     warn_about_unknown_tokens(samples, data.tokenizer, "data.train")
     if data.held_out is not None:
@@ -60,7 +61,7 @@ def _announce_layout(engine: BaseEngine, data: str, total_steps: int) -> None:
     )
     processes = "process" if size == 1 else "processes"
     device = engine.topology.device.type
-    log.info("%s, %d steps; %d %s on %s, %s", data, total_steps, size, processes, device, layout)
+    log.info("%s, %s; %d %s on %s, %s", data, counted(total_steps, "step"), size, processes, device, layout)
     shape = engine.model_shape
     log.info("%d parameters, %d of them trainable", shape.parameters, shape.parameters_trained)
     for line in engine.describe_settings():
