@@ -125,7 +125,7 @@ BEFOREHAND: list[tuple[str, Callable[[Path], object], list[str], str]] = [
     ("head", nothing, ["model.head=value"], "model.head=value: SFT trains a language-model head"),
     ("logger", nothing, ["trainer.loggers=[paper]"], "trainer.loggers names 'paper'"),
     ("length", nothing, ["data.max_length=65"], "data.max_length=65 is more than engine.micro_batch.max_tokens=64"),
-    ("learning rate", nothing, ["optim.lr=-1"], "optim.lr=-1.0; it must be from 0"),
+    ("learning rate", nothing, ["optim.lr=-1"], "optim.lr=-1.0; it must be at least 0"),
     ("seed", nothing, ["data.seed=-1"], "data.seed=-1; it must be at least 0"),
     ("timeout", nothing, ["trainer.timeout_minutes=0"], "trainer.timeout_minutes=0.0; it must be more than 0"),
     ("name from elsewhere", nothing, ["learning_rate=1"], "did you mean 'optim.lr'?"),

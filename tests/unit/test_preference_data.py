@@ -129,7 +129,7 @@ def test_single_answers_for_kto() -> None:
         ({"prompt": "1", "completion": "2", "label": "yes"}, "unpaired", "label is 'yes'; it must be true"),
         ({"prompt": "1", "completion": "2", "label": True}, "pairs", "use them with drivetrain dpo and dpo.loss=kto"),
         ({"messages": [user("1"), answer("2")]}, "unpaired", "use them with drivetrain sft"),
-        ({"prompt": "1", "completion": "2"}, "unpaired", "it needs chosen and rejected or prompt and completion and label"),
+        ({"prompt": "1", "completion": "2"}, "unpaired", "it needs chosen and rejected, or prompt and completion and label"),
     ],
 )
 def test_what_is_no_preference_is_refused_by_its_row(row: dict[str, Any], kind: DataKind, message: str) -> None:

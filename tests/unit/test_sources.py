@@ -408,7 +408,7 @@ def test_processes_tokenise_as_one_does(tmp_path: Path) -> None:
         ("", "has no rows"),
         (
             '{"picture": "x"}\n',
-            "a.jsonl:1 has the columns picture; it needs messages or prompt and completion or conversations",
+            "a.jsonl:1 has the columns picture; it needs messages, or prompt and completion, or conversations",
         ),
         (
             '{"prompt": "1", "completion": "2"}\n\n{"prompt": null, "completion": "2"}\n',

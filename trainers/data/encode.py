@@ -179,7 +179,7 @@ def form_of(row: Mapping[str, Any], name: str, data: DataConfig, kind: DataKind 
     if form is None:
         hint = next((h for column, h in HINTS[kind].items() if row.get(column) is not None), "")
         present = ", ".join(f"{c} (null)" if v is None else str(c) for c, v in row.items()) or "none"
-        required = " or ".join(" and ".join(columns) for columns in forms.values())
+        required = ", or ".join(" and ".join(columns) for columns in forms.values())
         hint = hint or "; if its columns have other names: data.columns={prompt: NAME, ...}"
         raise DataError(f"{name} has the columns {present}; it needs {required}{hint}")
     return form

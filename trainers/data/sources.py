@@ -246,7 +246,7 @@ def _choose(names: Sequence[str], source: str, *, columns: Mapping[str, str]) ->
     ours = {theirs: name for name, theirs in columns.items()}
     columns_by_name = {name: ours.get(name, name) for name in names}
     if not any(set(form) <= set(columns_by_name.values()) for form in FORMS.values()):
-        required = " or ".join(" and ".join(form) for form in FORMS.values())
+        required = ", or ".join(" and ".join(form) for form in FORMS.values())
         raise DataError(
             f"{source} has the columns {', '.join(names) or 'none'}; it needs {required}. Columns of other names are given as in "
             "data.columns={prompt: question}"

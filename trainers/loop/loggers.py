@@ -112,7 +112,7 @@ class WandB:
             )
         except wandb.errors.Error as e:
             raise ConfigError(
-                f"trainer.loggers names 'wandb', which cannot start: {e}; log in (wandb login), set WANDB_MODE=offline, or "
+                f"trainer.loggers names 'wandb', which cannot start ({e}); log in (wandb login), set WANDB_MODE=offline, or "
                 "leave it out"
             ) from e
         self._table: Any = wandb.Table

@@ -74,11 +74,12 @@ def generate_completions(
         tokenizer: The tokenizer of the model.
         samples: The samples, each with supervised tokens.
         most: The maximum number of tokens in a completion.
-        budget: The maximum number of tokens in a micro-batch; a completion ends when its text would exceed it.
+        budget: The maximum number of tokens in a micro-batch; a completion ends when its text would exceed it, or the model's positions.
         stop: The stop signal of the run.
         store: The store of processed media; None if the model takes no media.
     """
     topology = engine.topology
+    longest = min(budget, engine.model_shape.positions or budget)
     local_indices = range(topology.dp_rank, len(samples), topology.dp_size)
     # Each data-parallel rank completes every n-th sample. Its texts grow by one token per pass.
     texts = {i: list(samples[i].ids[: _first_target(samples[i])]) for i in local_indices}
@@ -89,7 +90,7 @@ def generate_completions(
     # Greedy, so that texts of different steps differ only because of the weights.
     request = OutputRequest(greedy=True)
     for _ in range(most):
-        active = [i for i in texts if open_[i] and len(texts[i]) < budget]
+        active = [i for i in texts if open_[i] and len(texts[i]) < longest]
         # Ranks whose own completions are finished also take part, since the forward pass is collective.
         rank_states = topology.all_gather_object((bool(active), stop.is_requested_here))
         if any(stop_requested for _, stop_requested in rank_states):
