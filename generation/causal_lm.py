@@ -61,8 +61,10 @@ class CausalLM:
                     output_loading_info=True,
                     **changed,
                 )
-        except (OSError, ValueError) as e:
-            raise ModelError(f"model.path={path} cannot be loaded for rollout: {e}") from e
+        except (ConfigError, ModelError):
+            raise
+        except Exception as e:  # transformers and safetensors raise anything on a damaged model
+            raise ModelError(f"model.path={path} cannot be loaded for rollout: {type(e).__name__}: {e}") from e
         model, loading_info = loaded
         check_head(loading_info["unexpected_keys"], config.model)
         # transformers fills missing tensors with random values and only logs a warning.

@@ -457,3 +457,11 @@ def test_a_folder_without_a_language_models_head_is_refused(folder: Path, tmp_pa
     save_file(tensors, headless / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"lacks 1 tensors that a language model needs, lm_head.weight among them"):
         worker(headless)
+
+
+def test_damaged_weights_are_an_error_that_names_the_model(folder: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(folder, damaged)
+    (damaged / "model.safetensors").write_bytes(b"hello")
+    with pytest.raises(ModelError, match=rf"model.path={damaged} cannot be loaded for rollout: SafetensorError: .*header"):
+        worker(damaged)
