@@ -304,7 +304,7 @@ def test_sharegpt_rows_are_read_with_their_roles() -> None:
         ({"conversations": [{"from": "gpt", "value": "a", "weight": 0.5}]}, "weight of conversations 1 is 0.5"),
         ({"conversations": [{"from": "human", "value": "a"}]}, "no message has the role assistant"),
         ({"conversations": [{"from": "system", "value": "a"}], "system": "b"}, "row has a column system and also begins"),
-        ({"instruction": "a", "chosen": "b"}, "it needs .* or instruction and output or .*drivetrain dpo or rm"),
+        ({"instruction": "a", "chosen": "b"}, "it needs .*, or instruction and output, or .*drivetrain dpo or rm"),
     ],
 )
 def test_rows_of_other_conventions_that_are_broken_are_refused(row: dict[str, Any], message: str) -> None:

@@ -155,7 +155,7 @@ def test_an_objective_is_one_file_which_an_entry_point_names(tmp_path: Path) -> 
         path, ["rl.algorithm=tanh_grpo", "rl.loss.sharpness=4"], ["rl.algorithm=tanh_grpo"], ["rl.loss.objective=tanh"]
     )
     assert "tanh: how soon the gradient fades" in found["help"]
-    assert " | tanh_grpo) [grpo]" in found["help"]
+    assert " | tanh_grpo) (default: grpo)" in found["help"]
     assert "| `tanh_grpo` |  | the ratio through a hyperbolic tangent | `grpo` | unpublished |" in found["page"]
     assert "| `tanh` | the ratio through a hyperbolic tangent | `sharpness` | unpublished |" in found["page"]
     assert f"{len(ALGORITHMS.all()) - len(NAMED) + 1}<!-- end --> others" in found["readme"]
