@@ -84,7 +84,7 @@ def test_lines_fit_a_narrow_window(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "step 123456/200000" in out.getvalue()
         assert ("failed 3" if lines else "loss 1.5000") in out.getvalue()
         # A file has no width, so it gets the whole line.
-        assert ("grad_norm 0.250" in out.getvalue() and "0:00:00 left" in out.getvalue()) or terminal
+        assert ("grad_norm 0.250" in out.getvalue() and " left" in out.getvalue()) or terminal
     monkeypatch.setenv("NO_COLOR", "1")
     out = StringIO()
     console = Console(10, 1, RichConsole(file=out, force_terminal=True, width=80, highlight=False))
