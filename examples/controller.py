@@ -4,7 +4,8 @@
     python examples/controller.py --backend mcore --tp 2
 
 Each worker loads its own shard of the completions. The controller sees only metadata: it knows which columns each sample has, and so which
-calls can run. Its numbers equal those of `hybridflow_step.py`. Prints one JSON object.
+calls can run. Its numbers equal those of `hybridflow_step.py`. Prints the loss and the gradient norm of every optimizer step; with --json,
+all metrics and the results of the hooks as one JSON object.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hybridflow_step import ROLLOUTS, STEPS, make_models, roles_on
+from hybridflow_step import ROLLOUTS, STEPS, make_models, print_records, roles_on
 
 from drivetrain.engine.config import ParallelConfig
 from drivetrain.workers.data_plane.data_ref import DataRef
@@ -128,13 +129,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="fsdp", help="fsdp or mcore")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size, mcore only")
+    parser.add_argument("--json", action="store_true", help="print all metrics as one JSON object")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         roles = roles_on(args.backend, make_models(Path(name)), ParallelConfig(tp=args.tp))
         data = DatasetSpec(load=load_rollouts, options={"path": str(ROLLOUTS)})
         roles["actor"] = replace(roles["actor"], dataset=data)
         with ProcessWorkerGroup(roles, pools={"main": 2}) as group:
-            print(json.dumps(step(group, Path(name))))
+            records = step(group, Path(name))
+        print_records(records, as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
     python examples/hybridflow_step.py --group ray              the same numbers on Ray
     torchrun --nproc-per-node 2 examples/hybridflow_step.py --group local       and without a controller
 
-Without --model, tiny models are created. Prints one JSON object: the losses and gradient norms of every optimizer step.
+Without --model, tiny models are created. Prints the loss and the gradient norm of every optimizer step; with --json, all metrics as
+one JSON object.
 """
 
 import argparse
@@ -112,6 +113,18 @@ def run(group: WorkerGroup, rollouts: Path = ROLLOUTS) -> dict[str, Any]:
     return records
 
 
+def print_records(records: dict[str, Any], *, as_json: bool) -> None:
+    """Print the records of updates as a table, or all records with all their metrics as one JSON object."""
+    if as_json:
+        print(json.dumps(records))
+        return
+    print(f"{'update':<12} {'step':>4} {'loss':>9} {'grad_norm':>9}")
+    for name, steps in records.items():
+        if isinstance(steps, list):
+            for i, step in enumerate(steps):
+                print(f"{name:<12} {i + 1:>4} {step['loss']:>9.4f} {step['grad_norm']:>9.4f}")
+
+
 def make_models(folder: Path) -> Path:
     """Create tiny models with a vocabulary of digits: a policy, a reference that differs from it, a reward model."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -149,13 +162,14 @@ def main() -> None:
     )
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size, mcore only")
     parser.add_argument("--model", type=Path, default=None, help="folder with the models policy, reference and reward")
+    parser.add_argument("--json", action="store_true", help="print all metrics as one JSON object")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         roles = roles_on(args.backend, args.model or make_models(Path(folder)), ParallelConfig(tp=args.tp))
         with start_group(args.group, roles, args.processes) as group:
             records = run(group)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        print(json.dumps(records))
+        print_records(records, as_json=args.json)
 
 
 if __name__ == "__main__":

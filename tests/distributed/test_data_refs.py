@@ -611,7 +611,7 @@ def test_a_connection_demands_the_keys_of_the_group() -> None:
 @pytest.mark.slow
 def test_the_controller_makes_the_step_of_the_other_example() -> None:
     found, wanted = (
-        json.loads(subprocess.run([sys.executable, EXAMPLES / name], check=True, capture_output=True).stdout)
+        json.loads(subprocess.run([sys.executable, EXAMPLES / name, "--json"], check=True, capture_output=True).stdout)
         for name in ("controller.py", "hybridflow_step.py")
     )
     for name in ("ppo actor", "ppo critic"):

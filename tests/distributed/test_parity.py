@@ -171,7 +171,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     shown = capfd.readouterr().out
     assert code == 0
     assert "not run: engine.parallel.tp=64 is more than the 2 key/value heads" in shown
-    assert "1 rows agree, 0 do not, 1 were not run, over 1 steps" in shown
+    assert "1 row agrees, 0 do not, 1 was not run, over 1 step in" in shown
     told = json.loads(file.read_text())
     assert [row["ok"] for row in told] == [True, None]
     assert set(told[0]) >= {"model", "backend", "layout", "nproc", "steps", "loss_rel", "grad_norm_rel", "ok"}
@@ -190,11 +190,11 @@ def test_a_model_with_few_layers_and_positions_has_rows_that_are_not_run(
     assert main([*words, "--rows", "fsdp", "mcore:pp=4"]) == 0
     shown = capfd.readouterr()
     assert "not run: engine.parallel.pp=4 does not divide the 2 layers of qwen3" in shown.out
-    assert "1 rows agree, 0 do not, 1 were not run" in shown.out
+    assert "1 row agrees, 0 do not, 1 was not run" in shown.out
     assert "positions" not in shown.err
     # Something must have been compared.
     assert main([*words, "--rows", "mcore:pp=4"]) == 1
-    assert "0 rows agree, 0 do not, 1 were not run" in capfd.readouterr().out
+    assert "0 rows agree, 0 do not, 1 was not run" in capfd.readouterr().out
 
 
 @pytest.mark.usefixtures("process_group")

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ...engine.errors import install_command
 from ...engine.registry import is_installed
+from ..loop.formats import counted
 from ..parity.parity_command import SHORT
 from .preferences import run_preference_demo
 from .processes import measured, python
@@ -117,7 +118,8 @@ def main(argv: list[str] | None = None) -> int:
         # FSDP shards the parameters across both processes; Megatron-core instead splits every matrix across them.
         layout = [] if backend == "fsdp" else [f"engine.parallel.tp={nproc}"]
         print(
-            f"{number + 2}/6  training on {backend} with {nproc} processes{', tp=' + str(nproc) if layout else ''}", flush=True
+            f"{number + 2}/6  training on {backend} with {counted(nproc, 'process')}{', tp=' + str(nproc) if layout else ''}",
+            flush=True,
         )
         settings = [
             "recipe=sft_demo",

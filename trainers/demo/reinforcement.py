@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..loop.formats import counted
 from .processes import measured, python
 
 START_STEPS, START_MINUTES = 2000, 10
@@ -128,7 +129,7 @@ def run_rl_demo(
     start = str(root / "start" / "hf")
     before = measured(*run, task.answer, start, test, "3")
     print(f"     held-out accuracy before: {before:.3f}")
-    print(f"3/4  training on rewards: {algorithm} on {engine} with {nproc} processes", flush=True)
+    print(f"3/4  training on rewards: {algorithm} on {engine} with {counted(nproc, 'process')}", flush=True)
     python(
         *("-m", f"drivetrain.trainers.{algorithm}", f"recipe={algorithm}_{task.recipe}", f"engine.backend={engine}"),
         f"model.path={start}",

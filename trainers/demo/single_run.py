@@ -5,6 +5,7 @@ import shutil
 import time
 from pathlib import Path
 
+from ..loop.formats import counted
 from .processes import python
 
 
@@ -23,7 +24,7 @@ def train(trainer: str, recipe: str, root: Path, *, nproc: int, steps: int | Non
     if folder.is_dir():
         # Remove the run of an earlier demo; this one starts from scratch.
         shutil.rmtree(folder)
-    print(f"2/3  training with {nproc} processes", flush=True)
+    print(f"2/3  training with {counted(nproc, 'process')}", flush=True)
     python(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)),
         *("-m", f"drivetrain.trainers.{trainer}", f"recipe={recipe}", f"model.path={root / 'model'}"),

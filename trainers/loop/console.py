@@ -5,7 +5,6 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 from rich.console import Console as RichConsole
@@ -13,6 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
+from .formats import counted, duration, format_percent
 from .samples import HeldOutCompletion
 
 _DIVERGED = 2.0
@@ -189,7 +189,8 @@ class Summary:
             return "; it rose, so the model is worse than before: lower optim.lr"
         if self._total < _FEW_STEPS:
             return (
-                f"; {counted(self._total, 'step')} may be too few: raise trainer.epochs or optim.lr, or lower data.batch_size"
+                f"; {counted(self._total, 'step')} may be too few: raise trainer.epochs, or start again in another "
+                "trainer.output_dir with a higher optim.lr or a lower data.batch_size"
             )
         return ""
 
@@ -216,18 +217,3 @@ class Summary:
             lowest, step = min(self._evaluated)
             rows["evaluation"] = f"last loss {self._evaluated[-1][0]:.4g}, lowest {lowest:.4g} (step {step})"
         return [f"{name:12} {value}" for name, value in {**rows, **outputs}.items()]
-
-
-def counted(number: int, noun: str) -> str:
-    """Format a number with its noun, `1 sample` or `2 samples`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def format_percent(value: float) -> str:
-    """Format a fraction as a percentage."""
-    return f"{100 * value:.1f}%"
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as `h:mm:ss`."""
-    return str(timedelta(seconds=round(seconds)))

@@ -14,7 +14,7 @@ from ...engine.base import BaseEngine
 from ...engine.loss import StepResult
 from ...engine.offload import free_bytes, peak_bytes
 from ..data.loader import Loader, batch_of
-from ..loop.console import counted
+from ..loop.formats import counted
 from .run import OfflineRun
 
 

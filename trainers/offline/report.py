@@ -12,7 +12,7 @@ from ..data.load import RunData
 from ..data.loader import Loader
 from ..data.stream import StreamLoader
 from ..data.unknown_tokens import warn_about_unknown_tokens
-from ..loop.console import counted
+from ..loop.formats import counted
 from ..loop.run_folder import announce_settings
 
 log = logging.getLogger(__name__)

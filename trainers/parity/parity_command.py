@@ -23,6 +23,7 @@ from ... import __version__
 from ...engine.config import ParallelConfig, SharePrefixes
 from ...engine.errors import ConfigError, DrivetrainError
 from ...engine.registry import backends, spec_of
+from ..loop.formats import counted
 
 LOSS_BOUND, NORM_BOUND, WEIGHT_BOUND = 1e-6, 1e-5, 1e-5
 """Bounds in float32: relative differences of loss and norm, and the largest absolute difference of a parameter at lr 1e-4."""
@@ -353,10 +354,10 @@ def run(job: Job, json_file: str | None, timeout: int) -> int:
         return code
     for nproc in sorted({row.nproc for row in job.rows}):
         count = sum(row.nproc == nproc for row in job.rows)
-        print(f"running {count} rows with {nproc} processes each", file=sys.stderr, flush=True)
+        print(f"running {counted(count, 'row')} with {counted(nproc, 'process')} each", file=sys.stderr, flush=True)
         # Results that were written before the limit still count; rows without one fail below.
         if not _run_rows(job, module, nproc, timeout):
-            print(f"error: the rows with {nproc} processes took more than {timeout} s (--timeout)", file=sys.stderr)
+            print(f"error: the rows with {counted(nproc, 'process')} took more than {timeout} s (--timeout)", file=sys.stderr)
     references = json.loads((folder / "references.json").read_text())
     judged = []
     for i, row in enumerate(job.rows):
@@ -365,8 +366,11 @@ def run(job: Job, json_file: str | None, timeout: int) -> int:
     print("\n".join([describe(job), *table(judged, references)]))
     verdicts = [row["ok"] for row in judged]
     agreeing, failed, not_run = (verdicts.count(verdict) for verdict in (True, False, None))
-    others = f"{failed} do not" + (f", {not_run} were not run" if not_run else "")
-    print(f"{agreeing} rows agree, {others}, over {job.steps} steps in {job.dtype}")
+    others = f", {not_run} {'was' if not_run == 1 else 'were'} not run" if not_run else ""
+    print(
+        f"{counted(agreeing, 'row')} {'agrees' if agreeing == 1 else 'agree'}, {failed} {'does' if failed == 1 else 'do'} not{others}, "
+        f"over {counted(job.steps, 'step')} in {job.dtype}"
+    )
     if json_file:
         Path(json_file).write_text("[\n" + ",\n".join(json.dumps(row) for row in judged) + "\n]\n")
     # A run in which nothing could be compared has shown nothing, so it does not pass.

@@ -6,7 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..loop.console import Lines, TextPart, duration
+from ..loop.console import Lines, TextPart
+from ..loop.formats import duration
 from ..loop.loggers import Panel
 from ..loop.samples import HeldOutCompletion
 from .completions import Completion, episodes_of, equal_groups, judged_only
