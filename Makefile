@@ -26,7 +26,7 @@ setup: .types/drivetrain
 demo: $(SETUP)
 	$(PY) -m drivetrain.cli demo $(if $(NPROC),--nproc $(NPROC))
 
-# GRPO, PPO, Megatron-core, and rewards that teach nothing; half an hour to an hour on two cores.
+# GRPO, PPO, Megatron-core, and rewards without a learning signal; half an hour to an hour on two cores.
 demo-rl: $(SETUP)
 	$(PY) -m drivetrain.cli demo grpo
 	$(PY) -m drivetrain.cli demo grpo --algorithm ppo --output runs/demo-ppo

@@ -378,8 +378,8 @@ class _CallRun:
     def expected(self, part: PackedBatch, mask: Tensor) -> Tensor | None:
         """Return the gradient of the loss with respect to the log-probabilities, where it is known before they are."""
         with self.catching_errors():
-            known = expected_gradient(self.call.loss, part, mask, _unit_weights(self.call.loss, part))
-            return None if known is None else known["log_probs"]
+            gradients = expected_gradient(self.call.loss, part, mask, _unit_weights(self.call.loss, part))
+            return None if gradients is None else gradients["log_probs"]
         return None
 
     def part(self, segment: Segment) -> PackedBatch:
@@ -468,9 +468,9 @@ class CallAccumulator:
             mask[start : start + segment.tokens] = True
             if targets is not None:
                 targets[start : start + segment.tokens] = part.token_fields[TARGETS]
-            known = self.runs[segment.call].expected(part, mask.new_ones(part.num_tokens)) if self._backward else None
-            if known is not None:
-                gradient[start : start + segment.tokens] = known
+            of_segment = self.runs[segment.call].expected(part, mask.new_ones(part.num_tokens)) if self._backward else None
+            if of_segment is not None:
+                gradient[start : start + segment.tokens] = of_segment
         expected = {"log_probs": gradient} if self._backward else None
         request = replace(REQUEST, top_k=self.runs[0].call.top_k)
         return HeadRequest(outputs=request, mask=mask, targets=targets, expected=expected)

@@ -120,8 +120,8 @@ def check_media(batch: PackedBatch, family: MediaFamily | None, model: str) -> M
     Raises:
         BatchError: A field is missing, unknown or malformed, or a document has more or fewer placeholder tokens than features.
     """
-    known = {} if family is None else family.modalities
-    names = [name for modality in known.values() for name in (*modality.fields, *modality.optional)]
+    modalities = {} if family is None else family.modalities
+    names = [name for modality in modalities.values() for name in (*modality.fields, *modality.optional)]
     if unknown := sorted(set(batch.media) - set(names)):
         takes = (
             f"takes {', '.join(names)}" if names else "takes no media on this backend; see docs/families.md for those that do"

@@ -25,7 +25,7 @@ from .packing.sharing import SharedLayout, find_prefixes, shared_layout
 from .parallel.topology import Topology
 
 log = logging.getLogger(__name__)
-WORTHWHILE = 0.1
+MIN_SHARED_FRACTION = 0.1
 """The fraction of a rank's tokens that sharing prefixes must save for `share_prefixes=auto`."""
 
 
@@ -404,7 +404,7 @@ def _shared_prefixes(
     if ROUTED_EXPERTS in batch.token_fields:
         # Tokens with different experts are computed separately.
         ids = route_numbers(batch, batch.input_ids if ids is None else ids)
-    return find_prefixes(batch, least=WORTHWHILE * batch.num_tokens if share == "auto" else 1, ids=ids)
+    return find_prefixes(batch, least=MIN_SHARED_FRACTION * batch.num_tokens if share == "auto" else 1, ids=ids)
 
 
 def _summarize_shard(

@@ -487,8 +487,8 @@ class _SteppedModel:
 
     def _give_media(self, inputs: dict[str, Any]) -> None:
         """Replace the numbers that stand for features by the features, and set the positions of all axes."""
-        features, known = self._generator._lm.media, self._generator._media
-        media = [known.get(name) for name in self._sampler.requests]
+        features, media_of_requests = self._generator._lm.media, self._generator._media
+        media = [media_of_requests.get(name) for name in self._sampler.requests]
         if features is None or not any(media):
             return
         parts = list(zip(media, self._sampler.pasts, self._sampler.queries, strict=True))

@@ -61,9 +61,9 @@ def to_batch(generations: Sequence[Generation]) -> PackedBatch:
         # A token's value is stored one position earlier, where it is predicted; so the last position has none.
         token_fields={"rollout_log_probs": [[0.0] * (len(g.prompt) - 1) + [*g.log_probs, 0.0] for g in generations]},
     )
-    if known := [g.routed_experts for g in generations if g.routed_experts is not None]:
+    if routes := [g.routed_experts for g in generations if g.routed_experts is not None]:
         # An aborted completion may have no tokens.
-        unknown = known[0].new_full((1, *known[0].shape[1:]), FREE)
+        unknown = routes[0].new_full((1, *routes[0].shape[1:]), FREE)
         routes = [
             unknown.expand(len(g.prompt) + len(g.response), -1, -1) if g.routed_experts is None else g.routed_experts
             for g in generations

@@ -31,9 +31,9 @@ class RequestRoutes:
     def take_over(self, routes: Tensor) -> None:
         """Start from the result of `of` for the same tokens elsewhere."""
         # Without the unprocessed tokens at the end, whose routes are still to be recorded.
-        known = (routes != FREE).flatten(1).any(1).nonzero()
-        if len(known):
-            self.add(0, routes[: int(known[-1]) + 1])
+        recorded = (routes != FREE).flatten(1).any(1).nonzero()
+        if len(recorded):
+            self.add(0, routes[: int(recorded[-1]) + 1])
 
     def of(self, tokens: int) -> Tensor | None:
         """Return the routes of a number of tokens, `[tokens, L, K]`: `FREE` for the last ones, which have not been processed.
@@ -42,5 +42,5 @@ class RequestRoutes:
         """
         if not self._parts:
             return None
-        rest = self._parts[0].new_full((max(0, tokens - self._count), *self._parts[0].shape[1:]), FREE)
-        return torch.cat([*self._parts, rest])[:tokens]
+        missing = self._parts[0].new_full((max(0, tokens - self._count), *self._parts[0].shape[1:]), FREE)
+        return torch.cat([*self._parts, missing])[:tokens]

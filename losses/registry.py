@@ -178,7 +178,7 @@ class RegistryConfig:
         """Return a configuration with changed flat settings. If another object is named, settings that both objects have are kept.
 
         Args:
-            changes: The settings that differ. An object given as such keeps its own settings, except those that are among them.
+            changes: The settings that differ. An objective or estimator that is given as an object keeps its own settings, except those that are among them.
 
         Raises:
             ConfigError: There is no such setting, or a value is out of range.

@@ -134,13 +134,13 @@ class TokenSumLoss:
     def __post_init__(self) -> None:
         if self.name not in FORMULAS:
             raise ConfigError(f"there is no loss {self.name!r}; there are {', '.join(FORMULAS)}")
-        known = FORMULAS[self.name].settings
+        defaults = FORMULAS[self.name].settings
         for name, value in self.settings.items():
-            if name not in known:
-                raise ConfigError(f"loss {self.name} has no setting {name!r}; it has {', '.join(known) or 'none'}")
+            if name not in defaults:
+                raise ConfigError(f"loss {self.name} has no setting {name!r}; it has {', '.join(defaults) or 'none'}")
             if not math.isfinite(value) or value < 0:
                 raise ConfigError(f"{name}={value} of the loss {self.name}; it must be finite, and at least 0")
-        settings = {**known, **self.settings}
+        settings = {**defaults, **self.settings}
         if "clip_low_threshold" in settings and settings["clip_low_threshold"] > settings["clip_high_threshold"]:
             raise ConfigError(
                 f"clip_low_threshold={settings['clip_low_threshold']} of the loss {self.name} is above clip_high_threshold="

@@ -245,8 +245,8 @@ def _of_document(nodes: "Sequence[_Node]", log_probs: Tensor, others: Sequence[T
         return loss.to(log_probs.dtype), metrics
     # A graph may ignore the log-probabilities; then the gradient is 0.
     gradient = torch.autograd.grad(loss, leaf, allow_unused=True)[0] if loss.requires_grad else None
-    known = torch.zeros_like(leaf) if gradient is None else gradient
-    return _WithGradient.apply(log_probs, loss.detach(), known), metrics
+    gradient_of_leaf = torch.zeros_like(leaf) if gradient is None else gradient
+    return _WithGradient.apply(log_probs, loss.detach(), gradient_of_leaf), metrics
 
 
 # ---- the graph -------------------------------------------------------------------------------------------------------

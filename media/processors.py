@@ -249,9 +249,9 @@ class QwenProcessor(MediaProcessor):
         for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
             value = settings.pop(name, None)
             size[edge] = size[edge] if value is None else value
-        known = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std", "rescale_factor", "resample")
-        chosen = {name: settings[name] for name in known if settings.get(name) is not None}
-        return type(self._images)(**{**_shared(self._images, known), **chosen}, size=size)
+        names = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std", "rescale_factor", "resample")
+        chosen = {name: settings[name] for name in names if settings.get(name) is not None}
+        return type(self._images)(**{**_shared(self._images, names), **chosen}, size=size)
 
     def _video(self, source: MediaSource, limits: MediaLimits) -> dict[str, Any]:
         processor = self._videos
@@ -482,10 +482,10 @@ class Gemma4Processor(MediaProcessor):
     def _videos(self) -> Any:
         """An image processor with the settings of the model's video processor."""
         settings = self._video_settings()
-        known = ("patch_size", "pooling_kernel_size", "rescale_factor", "resample")
+        names = ("patch_size", "pooling_kernel_size", "rescale_factor", "resample")
         others = ("max_soft_tokens", "do_normalize", "image_mean", "image_std")
-        chosen = {name: settings[name] for name in (*known, *others) if settings.get(name) is not None}
-        return type(self._images)(**{**_shared(self._images, known), "max_soft_tokens": self.video_tokens, **chosen})
+        chosen = {name: settings[name] for name in (*names, *others) if settings.get(name) is not None}
+        return type(self._images)(**{**_shared(self._images, names), "max_soft_tokens": self.video_tokens, **chosen})
 
     def _video(self, source: MediaSource, limits: MediaLimits) -> dict[str, Any]:
         processor = self._videos

@@ -114,7 +114,7 @@ class RewardPool:
 
         def call(finish: Callable[[Future[Any]], None]) -> None:
             try:
-                outcome = self._pool.submit(_judge, target, list(samples), dict(settings), self.timeout_s, timeout_s=limit)
+                outcome = self._pool.submit(_score, target, list(samples), dict(settings), self.timeout_s, timeout_s=limit)
             except PoolClosedError:
                 raise
             except Exception as e:  # pickle: the completions hold something that cannot be sent
@@ -206,7 +206,7 @@ def _describe(target: RewardTarget) -> Signature:
     return signature_of(_resolve(target))
 
 
-def _judge(
+def _score(
     target: RewardTarget, samples: list[RewardSample], settings: dict[str, Any], timeout_s: float
 ) -> tuple[list[RewardOutcome], bool]:
     return judge(_resolve(target), samples, settings, timeout_s)

@@ -279,13 +279,13 @@ class RewardScorer:
     def add_up(self, count: int, outcomes: dict[str, list[RewardOutcome | None]]) -> Scores:
         """Return the weighted sums of the functions' outcomes for `count` completions."""
         totals = [0.0] * count
-        judged = [False] * count
+        scored = [False] * count
         for name, values in outcomes.items():
             weight = self._config.weights.get(name, 1.0)
             for row, outcome in enumerate(values):
                 if outcome is None or outcome.kind == "not_applicable":
                     continue
-                judged[row] = True
+                scored[row] = True
                 if outcome.value is not None:
                     totals[row] += weight * outcome.value
                 elif self._config.on_failure == "raise":
@@ -297,7 +297,7 @@ class RewardScorer:
                     # It stays NaN whatever other rewards add.
                     totals[row] = math.nan
         # A completion that no function applies to, or whose environment failed, has no reward, which differs from a reward of 0.
-        rewards = [total if has_value else math.nan for total, has_value in zip(totals, judged, strict=True)]
+        rewards = [total if has_value else math.nan for total, has_value in zip(totals, scored, strict=True)]
         return Scores(rewards=rewards, outcomes=outcomes)
 
     def close(self) -> None:

@@ -127,13 +127,13 @@ def judge(
     """
     signature = signature_of(function)
     if signature.takes_batch:
-        return _judge_batch(function, signature, samples, settings)
+        return _score_batch(function, signature, samples, settings)
     if signature.at_once:
-        return asyncio.run(_judge_concurrently(function, signature, samples, settings, timeout_s)), True
-    return [_judge_one(function, signature, sample, settings) for sample in samples], True
+        return asyncio.run(_score_concurrently(function, signature, samples, settings, timeout_s)), True
+    return [_score_one(function, signature, sample, settings) for sample in samples], True
 
 
-def _judge_batch(
+def _score_batch(
     function: Callable[..., Any], signature: Signature, samples: Sequence[RewardSample], settings: Mapping[str, Any]
 ) -> tuple[list[RewardOutcome], bool]:
     started = time.perf_counter()
@@ -151,7 +151,7 @@ def _judge_batch(
     return [replace(outcome, seconds=share) for outcome in outcomes], separate
 
 
-def _judge_one(
+def _score_one(
     function: Callable[..., Any], signature: Signature, sample: RewardSample, settings: Mapping[str, Any]
 ) -> RewardOutcome:
     started = time.perf_counter()
@@ -162,7 +162,7 @@ def _judge_one(
     return replace(outcome, seconds=time.perf_counter() - started)
 
 
-async def _judge_concurrently(
+async def _score_concurrently(
     function: Callable[..., Awaitable[Any]],
     signature: Signature,
     samples: Sequence[RewardSample],

@@ -1,7 +1,7 @@
 """`drivetrain generate MODEL|RUN|CHECKPOINT PROMPTS OUT`: generate completions for the prompts of a file.
 
 A row has a `prompt`, which is a text or a list of messages, or `messages` that end with a user message. OUT has the same rows with
-`response` and `finish_reason`. If the command is killed, its completions are kept next to OUT, and the same command continues from there.
+`completion` and `finish_reason`. If the command is killed, its completions are kept next to OUT, and the same command continues from there.
 
   drivetrain generate runs/mine prompts.jsonl completions.jsonl --max-tokens 512
   drivetrain generate MODEL questions.csv completions.jsonl data.columns={prompt: question} --temperature 0.7 --samples 4
@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--samples", type=int, default=1, metavar="N", help="completions per prompt, each in a separate row (1)")
     add("--seed", type=int, default=0, help="seed; the same seed gives the same completions (0)")
-    add("--column", default="response", metavar="NAME", help="the column of the completions (response)")
+    add("--column", default="completion", metavar="NAME", help="the column of the completions (completion)")
     add("--engine", choices=list(ENGINES), default="transformers", help="the generation engine")
     add("--tp", type=int, default=None, metavar="N", help="the number of devices; needs --engine tensor_parallel or vllm")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: bfloat16 on a GPU, else float32")
@@ -212,8 +212,8 @@ def _respond(
         for number, stream in _in_order(generator, prompts, options_of, options.samples, done, 2 * args.max_batch_size):
             tokens += len(stream.tokens)
             row = rows[number // options.samples] | ({"sample": number % options.samples} if options.samples > 1 else {})
-            response = tokenizer.decode(stream.tokens, skip_special_tokens=True)
-            _write(file, {**row, args.column: response, "finish_reason": stream.finish_reason})
+            text = tokenizer.decode(stream.tokens, skip_special_tokens=True)
+            _write(file, {**row, args.column: text, "finish_reason": stream.finish_reason})
             bar.advance(1 / total, number + 1)
     return tokens
 

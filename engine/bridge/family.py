@@ -96,9 +96,9 @@ class Family:
         return rule, tuple(self._in_model(f"{stem}{name}{end}") for name in rule.modules)
 
     def _in_model(self, name: str) -> str:
-        first, _, rest = name.partition(".")
+        first, _, suffix = name.partition(".")
         # Names outside of the decoder, such as `lm_head`, do not depend on where it is in the model.
-        return f"{self.path}.{rest}" if first == DECODER else name
+        return f"{self.path}.{suffix}" if first == DECODER else name
 
 
 @cache

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import CheckpointError
 from ..parallel.topology import Topology
 from .local_shards import DTYPES, LocalShard, read_part
-from .machine import warn_of_another_machine
+from .machine import warn_if_machine_differs
 from .manifest import CheckpointManifest, StoredTensor
 from .rng import check_rng, restore_rng, seed_all
 from .safetensors_io import TensorFiles
@@ -93,7 +93,7 @@ def restore_random_state(manifest: CheckpointManifest, topology: Topology, *part
     if same:
         restore_rng(manifest.data["ranks"][topology.rank]["rng"])
         if topology.is_main:
-            warn_of_another_machine(manifest.store, manifest.data["ranks"][0].get("machine"))
+            warn_if_machine_differs(manifest.store, manifest.data["ranks"][0].get("machine"))
     else:
         # The saved states belong to ranks with other parts of the model and of the data, so a new one is derived from
         # the seed and the step.

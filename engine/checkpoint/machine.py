@@ -27,7 +27,7 @@ def _cpu() -> str:
     return next(names, "") or platform.processor() or platform.machine()
 
 
-def warn_of_another_machine(source: object, stored: Any) -> None:
+def warn_if_machine_differs(source: object, stored: Any) -> None:
     """Warn that results may differ in the last bits, if a stored run continues on another machine.
 
     Args:

@@ -66,8 +66,8 @@ def check_media_support(lm: PreTrainedModel) -> None:
         if modality.method:
             needed[modality.method] = list(family.arguments(kind, family.blank(kind)))
     for method, arguments in needed.items():
-        known = inspect.signature(getattr(type(base), method)).parameters
-        if lacking := [name for name in arguments if name not in known]:
+        parameters = inspect.signature(getattr(type(base), method)).parameters
+        if lacking := [name for name in arguments if name not in parameters]:
             import transformers
 
             raise ModelError(

@@ -224,8 +224,8 @@ def encoder_parameters(root: HFModel) -> set[str]:
     """Return the names of the parameters of media encoders, including the projections of features."""
     lm: Any = root.lm
     others = [decoder_of(lm), lm.get_input_embeddings(), lm.get_output_embeddings(), root.score]
-    known = {id(parameter) for module in others if module is not None for parameter in module.parameters()}
-    return {name for name, parameter in root.named_parameters() if id(parameter) not in known}
+    assigned = {id(parameter) for module in others if module is not None for parameter in module.parameters()}
+    return {name for name, parameter in root.named_parameters() if id(parameter) not in assigned}
 
 
 def vocabulary_names(lm: PreTrainedModel, layout: DiskLayout) -> frozenset[str]:

@@ -175,7 +175,7 @@ def _attention(config: PreTrainedConfig, decoder: nn.Module) -> tuple[tuple[int,
     modules = [list(layer.modules()) for layer in getattr(decoder, "layers", ())]
     attends = [any(hasattr(m, "is_causal") for m in inside) for inside in modules]
     carries = [any(type(m).__name__.removeprefix("Packed") in STATE_LAYERS for m in inside) for inside in modules]
-    known = any(attends) and len(modules) == config.num_hidden_layers
+    per_layer = any(attends) and len(modules) == config.num_hidden_layers
     layers, kinds = getattr(config, "per_layer_config", None), getattr(config, "layer_types", None)
     costs = []
     for i in range(config.num_hidden_layers):
@@ -187,8 +187,8 @@ def _attention(config: PreTrainedConfig, decoder: nn.Module) -> tuple[tuple[int,
         value = getattr(layer, "v_head_dim", None) or size
         windowed = kinds is None or kinds[i] == "sliding_attention"
         window = getattr(layer, "sliding_window", None) if windowed else None
-        if not known or attends[i]:
+        if not per_layer or attends[i]:
             costs.append((heads * (query + value), window))
-        if known and carries[i]:
+        if per_layer and carries[i]:
             costs.append((heads * (query + value), SCAN_WINDOW))
     return tuple(costs)

@@ -202,7 +202,7 @@ class MetaModel:
 
         parameters = dict(self.root.named_parameters())
 
-        def wanted(name: str) -> bool:
+        def is_initialized(name: str) -> bool:
             if name not in parameters:
                 return False
             return (
@@ -211,7 +211,7 @@ class MetaModel:
                 or any(s.name in names for s in self.stored_slices(name, parameters[name]))
             )
 
-        for name, value in init_random(self.root, seed, wanted):
+        for name, value in init_random(self.root, seed, is_initialized):
             for stored_slice in self.stored_slices(name, value):
                 part = stored_slice.cut(value)
                 for local_shard in by_name.get(stored_slice.name, ()):

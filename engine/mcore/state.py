@@ -296,7 +296,7 @@ def boxes(start: int, end: int, shape: tuple[int, ...]) -> list[TensorSlice]:
         return [TensorSlice((), ())]
     inner_shape = shape[1:]
     inner = math.prod(inner_shape)
-    (first, skipped), (last, rest) = divmod(start, inner), divmod(end, inner)
+    (first, skipped), (last, remainder) = divmod(start, inner), divmod(end, inner)
 
     def within(row: int, row_start: int, row_end: int) -> list[TensorSlice]:
         parts = boxes(row_start, row_end, inner_shape)
@@ -304,9 +304,9 @@ def boxes(start: int, end: int, shape: tuple[int, ...]) -> list[TensorSlice]:
 
     # The range lies in one row.
     if first == last:
-        return within(first, skipped, rest)
+        return within(first, skipped, remainder)
     split = within(first, skipped, inner) if skipped else []
     full = first + bool(skipped)
     if last > full:
         split.append(TensorSlice((full, *(0 for _ in inner_shape)), (last - full, *inner_shape)))
-    return split + (within(last, 0, rest) if rest else [])
+    return split + (within(last, 0, remainder) if remainder else [])

@@ -217,13 +217,13 @@ def resumed(case: Case) -> None:
             generator.generate(PROMPTS, options, partial_completions=mixed) == mixed, "completions that had ended have changed"
         )
         for rows in zip(whole, parts, continued, mixed, strict=True):
-            for one, part, rest, other in zip(*rows, strict=True):
+            for one, part, resumed, other in zip(*rows, strict=True):
                 count = len(part.response)
                 reason = "aborted" if count < most else "length"
                 expect(
                     part.finish_reason == reason, f"the finish reason after {count} tokens of {most} is {part.finish_reason}"
                 )
-                for what, completion, model in (("the same weights", rest, 0), ("new weights", other, 1)):
+                for what, completion, model in (("the same weights", resumed, 0), ("new weights", other, 1)):
                     expect(completion.finish_reason == "length", f"{what}: the finish reason is {completion.finish_reason}")
                     expect(completion.response[:count] == part.response, f"{what}: the tokens so far have changed")
                     expect(completion.log_probs[:count] == part.log_probs, f"{what}: their log-probabilities have changed")
@@ -236,7 +236,7 @@ def resumed(case: Case) -> None:
                     )
                     expect_log_probs(completion.log_probs[count:], reference, f"{what}, after {count} tokens", case.tolerance)
                 if case.exact:
-                    expect(rest.response == one.response, "a completion that is continued is not what it would have been")
+                    expect(resumed.response == one.response, "a completion that is continued is not what it would have been")
         expect(mixed != continued, "new weights change nothing")
         ((first, *_), *others) = parts
         for what, wrong in {

@@ -195,8 +195,8 @@ class EpisodeSession:
         if isinstance(conversation, TextPrompt):
             return Observation(text=conversation.text[begin:], **common)
         # An observation needs some form of content, also if nothing is new.
-        rest = conversation.ids[begin:]
-        return Observation(tokens=list(rest), **common) if rest else Observation(text="", **common)
+        new_ids = conversation.ids[begin:]
+        return Observation(tokens=list(new_ids), **common) if new_ids else Observation(text="", **common)
 
     def forget(self, asked: Sequence[PendingAnswer]) -> None:
         """Record that the client did not read the completions of a request."""

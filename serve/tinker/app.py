@@ -464,8 +464,8 @@ class TrainingApp:
                 )
             # Looked up again inside the transaction, because the checkpoint and its folder may have been deleted since
             # `find`.
-            known = connection.execute("SELECT 1 FROM checkpoints WHERE folder = ?", (folder,)).fetchone()
-            if folder and before is None and known is None:
+            checkpoint = connection.execute("SELECT 1 FROM checkpoints WHERE folder = ?", (folder,)).fetchone()
+            if folder and before is None and checkpoint is None:
                 raise BadRequestError(f"the checkpoint {new.model_path} has been deleted", status=404)
             sql = "INSERT OR IGNORE INTO samplers (id, session, owner, base, path, folder) VALUES (?, ?, ?, ?, ?, ?)"
             connection.execute(sql, (sampler, new.session_id, owner, base, new.model_path, folder))

@@ -148,10 +148,10 @@ class Checkpoints:
         # A token is reused for the first half of its lifetime, so that repeated requests do not add a token each time. Older
         # tokens stay valid, because downloads may be using them.
         fresh = time.time() + DOWNLOAD_S / 2
-        self._downloads = {one: known for one, known in self._downloads.items() if known[-1] > time.time()}
-        for token, known in self._downloads.items():
-            if known[:3] == (text, row["folder"], owner) and known[-1] > fresh:
-                return token, files, datetime.fromtimestamp(known[-1], UTC)
+        self._downloads = {one: download for one, download in self._downloads.items() if download[-1] > time.time()}
+        for token, download in self._downloads.items():
+            if download[:3] == (text, row["folder"], owner) and download[-1] > fresh:
+                return token, files, datetime.fromtimestamp(download[-1], UTC)
         token, until = secrets.token_urlsafe(32), time.time() + DOWNLOAD_S
         self._downloads[token] = text, row["folder"], owner, until
         return token, files, datetime.fromtimestamp(until, UTC)

@@ -47,7 +47,7 @@ class ModelOperations:
         """Create the folders of the service, and remove what is left of interrupted writes."""
         # A folder is written before the transaction that refers to it. If the service is killed in between, nothing refers
         # to the folder.
-        known = {
+        referenced = {
             Path(row["folder"]).parent.name
             for row in self._database.read(
                 "SELECT saved_folder AS folder FROM models UNION SELECT folder FROM checkpoints UNION SELECT folder FROM samplers "
@@ -58,7 +58,7 @@ class ModelOperations:
         for parent in (self._states, self._checkpoints):
             parent.mkdir(parents=True, exist_ok=True)
             for folder in parent.iterdir():
-                if folder.name not in known:
+                if folder.name not in referenced:
                     shutil.rmtree(folder, ignore_errors=True)
 
     async def run(self, queue: ModelQueue, request: QueuedRequest, *, makes_room: bool) -> Outcome:

@@ -199,8 +199,8 @@ class ModelSnapshots(SamplerWeights):
 
 async def _call(method: str, *args: Any) -> Any:
     """Call a method of a worker. The last of `args` is the worker, and the others are the arguments of the method."""
-    *rest, worker = args
-    return await worker.acall(method, *rest)
+    *arguments, worker = args
+    return await worker.acall(method, *arguments)
 
 
 def _raise_first(results: list[Any]) -> None:

@@ -187,8 +187,8 @@ class SamplingService:
             raise BadRequestError(f"seq_id={request.seq_id}; it must be from 0 to {_MOST_CLONES * CLONE - 1}")
         digest = hashlib.sha256(body).hexdigest()
         number = str(request.seq_id)
-        if (known := self._known(request.sampling_session_id, number, digest)) is not None:
-            return known, request.num_samples
+        if (earlier := self._known(request.sampling_session_id, number, digest)) is not None:
+            return earlier, request.num_samples
         pending, samples = self._pending[owner], request.completions
         if pending + samples > MOST_PENDING:
             raise BadRequestError(
@@ -211,9 +211,9 @@ class SamplingService:
             self._count(owner, -samples)
             if not isinstance(e, sqlite3.IntegrityError):
                 raise
-            known = self._known(request.sampling_session_id, number, digest)
-            assert known is not None
-            return known, request.num_samples
+            earlier = self._known(request.sampling_session_id, number, digest)
+            assert earlier is not None
+            return earlier, request.num_samples
         self._begin(owner, future, request.sampling_session_id, b"%d\n" % seed + body, samples)
         return future, request.num_samples
 

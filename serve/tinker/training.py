@@ -156,8 +156,8 @@ class Training:
             BadRequestError: The session has ended, or its model of this number was created by a different request.
         """
         model = f"{session}:train:{number}"
-        if (known := self._known(model, 0, CREATE, body)) is not None:
-            return model, known
+        if (earlier := self._known(model, 0, CREATE, body)) is not None:
+            return model, earlier
         # A refusal is stored as the result of the request, so that the number is used, and a repeated request gets the same
         # result. If the same request is being written to disk already, its model is not counted as another one.
         others = [queue for name, queue in self._queues.items() if name != model]
@@ -225,8 +225,8 @@ class Training:
         queue = self.queue_of(model, owner)
         if not 0 < seq < 2**31:
             raise BadRequestError(f"seq_id={seq}; it must be from 1 to {2**31 - 1}")
-        if (known := self._known(model, seq, kind, body)) is not None:
-            return known
+        if (earlier := self._known(model, seq, kind, body)) is not None:
+            return earlier
         request = QueuedRequest(seq, kind, new_future_id(kind), len(body))
         # Other requests have no tensors, and are never refused because of the limit: optimizer steps are needed to get below
         # it.
@@ -352,9 +352,9 @@ class Training:
             await asyncio.wrap_future(self._database.write(change))
         except sqlite3.IntegrityError:
             # The same request was written at the same time, or a different one with this sequence number.
-            known = self._known(queue.model, request.seq, request.kind, body)
-            assert known is not None
-            return known
+            earlier = self._known(queue.model, request.seq, request.kind, body)
+            assert earlier is not None
+            return earlier
         if request.kind == CREATE and request.error:
             return request.future
         if self._queues.get(queue.model) is not queue:

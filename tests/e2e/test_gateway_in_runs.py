@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from drivetrain.engine.errors import ConfigError
 from drivetrain.trainers.config.parse import parse
 from drivetrain.trainers.config.rl import GRPOConfig
-from drivetrain.trainers.rl.completions import Completion, judged_only
+from drivetrain.trainers.rl.completions import Completion, scored_only
 from drivetrain.trainers.rl.kept_completions import KeptCompletions, from_bytes, to_bytes
 from drivetrain.trainers.rl.prompts import load_data
 from helpers.agents import elsewhere
@@ -75,7 +75,7 @@ def test_branches_are_documents_that_share_their_reward(task: Path, tmp_path: Pa
             assert len(other.tokens) <= 2
             assert second.episode is not None
             assert [one.reward for one in read] == [read[-1].reward] * len(read)
-    judged = [row for _, rows in stored for row in judged_only(rows)]
+    judged = [row for _, rows in stored for row in scored_only(rows)]
     assert len(judged) == 16
     kept = {rows[0].group: KeptCompletions(batch=batch, rows=tuple(rows)) for batch, rows in stored}
     config = parse(GRPOConfig, words(task, tmp_path / "run", *GATEWAY, f"{AGENT}branches"), "")

@@ -56,7 +56,7 @@ def test_the_default_length_is_what_fits_the_model(
     words = ["generate", str(model), prompts, str(out), "--max-batch-size", "1", "--max-batch-total-tokens", "64"]
     assert main(words) == 0
     assert "may exceed" not in caplog.text
-    lengths = [len(TOKENIZER(row["response"], add_special_tokens=False)["input_ids"]) for row in read(out)]
+    lengths = [len(TOKENIZER(row["completion"], add_special_tokens=False)["input_ids"]) for row in read(out)]
     assert all(length <= most for length, most in zip(lengths, (60, 4), strict=True))
     assert lengths[1] == 4 or read(out)[1]["finish_reason"] == "stop"
     # A length that the user asks for is not changed.
@@ -73,11 +73,11 @@ def test_responses_are_those_of_plain_transformers(model: Path, tmp_path: Path, 
     out = tmp_path / "out.jsonl"
     assert main(["generate", str(model), write(tmp_path / "p.jsonl", rows), str(out), "--max-tokens", "6"]) == 0
     found = read(out)
-    assert [{k: v for k, v in row.items() if k not in ("response", "finish_reason")} for row in found] == rows
+    assert [{k: v for k, v in row.items() if k not in ("completion", "finish_reason")} for row in found] == rows
     rendered = TOKENIZER.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     texts = ["1+1=", rendered, "35+4=", "9+9="]
     ids = [TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in texts]
-    assert [row["response"] for row in found] == [expected(model, some, 6) for some in ids]
+    assert [row["completion"] for row in found] == [expected(model, some, 6) for some in ids]
     assert {row["finish_reason"] for row in found} <= {"stop", "length"}
     assert "4 completions of 4 prompts" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "p.jsonl"]
@@ -143,7 +143,7 @@ def test_what_is_wrong_is_told_in_one_line_and_nothing_is_written(
 ) -> None:
     good = write(tmp_path / "good.jsonl", [{"prompt": "1+1="}])
     there = write(tmp_path / "there.jsonl", [{"prompt": "1+1="}])
-    taken = write(tmp_path / "taken.jsonl", [{"prompt": "1+1=", "response": "2"}])
+    taken = write(tmp_path / "taken.jsonl", [{"prompt": "1+1=", "completion": "2"}])
     answered = write(
         tmp_path / "answered.jsonl", [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]}]
     )
@@ -161,7 +161,7 @@ def test_what_is_wrong_is_told_in_one_line_and_nothing_is_written(
         ([str(tmp_path / "nope"), good, out], "does not exist; give a model folder, a run, a checkpoint"),
         (
             [str(model), taken, out],
-            "taken.jsonl:1 already has a column response; rename it, or give another name with --column",
+            "taken.jsonl:1 already has a column completion; rename it, or give another name with --column",
         ),
         ([str(model), sampled, out, "--samples", "2", "--temperature", "1"], "sampled.jsonl:1 already has a column sample"),
         ([str(model), good, out, "--column", "finish_reason"], "--column finish_reason is the name of another output column"),

@@ -293,13 +293,13 @@ def test_answers_are_measured_and_select_the_best_checkpoint(task: Path) -> None
         of_step = [answer for answer in answers if answer["step"] == evaluation["step"]]
         plain = [without_marks(answer["completion"]) for answer in of_step]
         assert evaluation["length"] == pytest.approx(sum(map(len, plain)) / 12)
-        right = [a == without_marks(b["wanted"]) for a, b in zip(plain, of_step, strict=True)]
+        right = [a == without_marks(b["expected"]) for a, b in zip(plain, of_step, strict=True)]
         assert evaluation["exact_match"] == pytest.approx(sum(right) / 12)
 
 
 def test_metrics_are_checked_before_the_run_and_on_every_answer() -> None:
     answer = HeldOutCompletion(
-        name="a.jsonl:1", prompt="", completion="", plain_prompt="2+2=", plain_completion=" 4\n", plain_wanted="4"
+        name="a.jsonl:1", prompt="", completion="", plain_prompt="2+2=", plain_completion=" 4\n", plain_expected="4"
     )
     assert CompletionMetrics.of(["exact_match", "contains"]).measure([answer]) == {"exact_match": 1.0, "contains": 1.0}
     assert CompletionMetrics.of([], [lambda **given: len(given)]).measure([answer]) == {"<lambda>": 3.0}
@@ -313,7 +313,7 @@ def test_metrics_are_checked_before_the_run_and_on_every_answer() -> None:
         (
             [],
             [lambda text: 1.0],
-            r"the metric <lambda> needs 'text'; a metric is a function of any of prompt, completion, wanted",
+            r"the metric <lambda> needs 'text'; a metric is a function of any of prompt, completion, expected",
         ),
     ):
         with pytest.raises(ConfigError, match=told):

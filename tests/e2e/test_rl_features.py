@@ -120,7 +120,7 @@ def test_rewards_are_computed_while_the_workers_go_on(task: Path, tmp_path: Path
 
     for name in ("finish_rollout", "score"):
         timed(Phases, name)
-    for name in ("add_old_log_probs", "check_judged"):
+    for name in ("add_old_log_probs", "check_scored"):
         timed(rl_step, name)
     note = tmp_path / "note"
     train(
@@ -142,7 +142,7 @@ def test_rewards_are_computed_while_the_workers_go_on(task: Path, tmp_path: Path
     # ... and all of them while reference and actor compute.
     assert first < events["score"][0][0]
     assert last > events["add_old_log_probs"][0][1]
-    assert last < events["check_judged"][0][0]
+    assert last < events["check_scored"][0][0]
 
 
 @pytest.mark.slow

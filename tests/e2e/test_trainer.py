@@ -409,7 +409,7 @@ def test_answers_are_those_of_plain_generation(task: Path, capfd: pytest.Capture
     for answer, line in zip(told[3:], (lines[0], lines[13], lines[26]), strict=True):
         chat = json.loads(line)["messages"]
         assert answer["prompt"] == tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
-        assert answer["wanted"] == chat[1]["content"] + "<end>"
+        assert answer["expected"] == chat[1]["content"] + "<end>"
         ids = tokenizer(answer["prompt"], return_tensors="pt", add_special_tokens=False)["input_ids"]
         out = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
         assert answer["completion"] == tokenizer.decode(out[0, ids.shape[1] :])

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from drivetrain.checkpoint_tools.commands import main as checkpoint_command
 from drivetrain.engine.checkpoint.hf_folder import atomic_folder
-from drivetrain.engine.checkpoint.machine import describe_machine, warn_of_another_machine
+from drivetrain.engine.checkpoint.machine import describe_machine, warn_if_machine_differs
 from drivetrain.engine.checkpoint.manifest import CHECKSUM, CheckpointManifest, write_manifest
 from drivetrain.engine.checkpoint.retention import find_checkpoint, folder_name, latest, recover, rotate, steps
 from drivetrain.engine.checkpoint.safetensors_io import (
@@ -408,9 +408,9 @@ def test_model_files_are_no_weights(name: str, tmp_path: Path) -> None:
 )
 def test_another_machine_is_told(stored: Any, told: str, caplog: pytest.LogCaptureFixture) -> None:
     here = describe_machine()
-    warn_of_another_machine("step-1", here)
+    warn_if_machine_differs("step-1", here)
     assert not caplog.records
-    warn_of_another_machine("step-1", {**here, "threads": 64, **stored} if isinstance(stored, dict) else stored)
+    warn_if_machine_differs("step-1", {**here, "threads": 64, **stored} if isinstance(stored, dict) else stored)
     assert [told in record.getMessage() and "not to the bit" in record.getMessage() for record in caplog.records] == [
         True
     ] * bool(told)

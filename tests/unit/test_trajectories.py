@@ -23,7 +23,7 @@ from drivetrain.trainers.data.conversation_tokens import ConversationTokens
 from drivetrain.trainers.data.prompts import Prompt
 from drivetrain.trainers.data.turn_ends import TurnEnds
 from drivetrain.trainers.loop.ranks import TrainerRanks
-from drivetrain.trainers.rl.completions import Completion, episodes_of, judged_only
+from drivetrain.trainers.rl.completions import Completion, episodes_of, scored_only
 from drivetrain.trainers.rl.episodes import Episodes
 from drivetrain.trainers.rl.metrics import completion_metrics
 from drivetrain.trainers.rl.update import turn_columns
@@ -170,9 +170,9 @@ def test_an_episode_that_branches() -> None:
     assert [one.turn_rewards for one in records] == [(1.0, 2.0), (None,), (4.0,)]
     assert [one.reward for one in records] == [15.0, 15.0, 15.0]
     assert [message["content"] for message in records[1].turns] == ["a", "two", "a"]
-    assert [row.is_judged for row in rows] == [False, False, True]
+    assert [row.is_scored for row in rows] == [False, False, True]
     assert episodes_of(rows) == [2, 2, 2]
-    assert judged_only(rows) == rows[2:]
+    assert scored_only(rows) == rows[2:]
     assert [len(row.written) for row in rows] == [2 * len(turn), len(turn), len(turn)]
     numbers = completion_metrics(rows)
     assert (numbers["completions"], numbers["turns"], numbers["documents"], numbers["length"]) == (

@@ -85,12 +85,12 @@ class PreferenceConfig(Settings):
                 "dpo.loss_weights.kto: kto trains on single completions and cannot be added to losses of pairs; remove it"
             )
         losses = self.loss_weights or {self.loss: 1.0}
-        for name, known in ONLY.items():
+        for name, of_losses in ONLY.items():
             value = getattr(self, name)
             # A value that equals the default cannot be distinguished from one that is not set.
-            if not set(known) & losses.keys() and value != getattr(defaults, name):
+            if not set(of_losses) & losses.keys() and value != getattr(defaults, name):
                 raise ConfigError(
-                    f"dpo.{name}={value} does not apply to dpo.loss={'+'.join(losses)}; it is only for {', '.join(sorted(known))}"
+                    f"dpo.{name}={value} does not apply to dpo.loss={'+'.join(losses)}; it is only for {', '.join(sorted(of_losses))}"
                 )
         if self.loss == "kto" and self.sft_weight is not None:
             raise ConfigError(f"dpo.sft_weight={self.sft_weight} does not apply to dpo.loss=kto; it is for losses of pairs")

@@ -118,7 +118,7 @@ class TrainerConfig(LoopConfig):
     eval_max_tokens: int = setting(64, "maximum number of tokens in a completion that an evaluation generates")
     metrics: tuple[str, ...] = setting(
         (),
-        "metrics of the generated completions: exact_match, contains, or functions module:function with the arguments prompt, completion and wanted; higher must be better",
+        "metrics of the generated completions: exact_match, contains, or functions module:function with the arguments prompt, completion and expected; higher must be better",
     )
     peak_tflops: float | None = setting(
         None,

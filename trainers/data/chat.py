@@ -154,22 +154,22 @@ def encode_chat(tokenizer: Any, chat: Chat, turns: Turns, ends: TurnEnds | None 
             return [_encode_marked(tokenizer, _up_to(chat, i), ends) for i, learned in enumerate(chat.learned) if learned]
         return [_encode_marked(tokenizer, chat, ends)]
     # Without marks, spans follow from prefixes. If the whole chat begins with the text of each
-    # of its answers, a single sample trains them all.
-    answers = [_render_answer(tokenizer, chat, i) for i, learned in enumerate(chat.learned) if learned]
+    # of its completions, a single sample trains them all.
+    completions = [_render_completion(tokenizer, chat, i) for i, learned in enumerate(chat.learned) if learned]
     text = _render(tokenizer, chat, len(chat.messages))
-    consistent = all(text.startswith(answer.text) for answer in answers)
+    consistent = all(text.startswith(completion.text) for completion in completions)
     if turns == "per_turn" or (turns == "auto" and not consistent):
-        return [_encode_answers(tokenizer, chat, answer.text, [answer], ends) for answer in answers]
+        return [_encode_completions(tokenizer, chat, completion.text, [completion], ends) for completion in completions]
     if not consistent:
         raise DataError(
             f"{chat.name}: the chat template renders an earlier turn differently once others follow, so the span to train on is "
             "unknown; set data.turns=auto, which makes one sample per assistant turn, or use a template with {% generation %} marks"
         )
-    return [_encode_answers(tokenizer, chat, text, answers, ends)]
+    return [_encode_completions(tokenizer, chat, text, completions, ends)]
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _Completion:
     """An assistant turn to train on.
 
     Args:
@@ -183,45 +183,49 @@ class _Answer:
     begin: int
 
 
-def _encode_answers(tokenizer: Any, chat: Chat, text: str, answers: Sequence[_Answer], ends: TurnEnds | None) -> Sample:
-    """Tokenize a text, supervised on its answers and the tokens that end them. Each answer's own text is a prefix of the text."""
+def _encode_completions(
+    tokenizer: Any, chat: Chat, text: str, completions: Sequence[_Completion], ends: TurnEnds | None
+) -> Sample:
+    """Tokenize a text, supervised on its completions and the tokens that end them. Each completion's own text is a prefix of the text."""
     openings, ended = set[int](), True
-    for answer in answers:
-        if ends is None or ends.ended(answer.text[answer.begin :]):
+    for completion in completions:
+        if ends is None or ends.ended(completion.text[completion.begin :]):
             continue
-        end = len(answer.text)
-        # The answer is the last turn, so add the token that would open the next
+        end = len(completion.text)
+        # The completion is the last turn, so add the token that would open the next
         # one: the model is trained to stop at it.
         if not text[end:]:
-            text += ends.opening(_next_turn(tokenizer, chat, answer))
+            text += ends.opening(_next_turn(tokenizer, chat, completion))
         if ends.opening(text[end:]):
             openings.add(end)
         else:
             ended = False
-    sample = _encode_spans(tokenizer, chat.name, text, [(answer.begin, len(answer.text)) for answer in answers], openings)
+    sample = _encode_spans(
+        tokenizer, chat.name, text, [(completion.begin, len(completion.text)) for completion in completions], openings
+    )
     return replace(sample, ended=ended)
 
 
-def _next_turn(tokenizer: Any, chat: Chat, answer: _Answer) -> str:
-    """Return the text that the template renders after an answer if another turn follows; an empty text if it is unknown."""
-    message, *later = chat.messages[answer.turn :]
+def _next_turn(tokenizer: Any, chat: Chat, completion: _Completion) -> str:
+    """Return the text that the template renders after a completion if another turn follows; an empty text if it is unknown."""
+    message, *later = chat.messages[completion.turn :]
     if message.get("tool_calls") or (later and later[0]["role"] == "tool"):
-        before, following = [*chat.messages[: answer.turn + 1]], {"role": "tool", "content": "0"}
+        before, following = [*chat.messages[: completion.turn + 1]], {"role": "tool", "content": "0"}
     else:
-        # Use a fixed chat: in this one, a template may drop the answer's thoughts once a question follows.
+        # Use a fixed chat: in this one, a template may drop the completion's thoughts once a question follows.
         before = [{"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}]
         following = {"role": "user", "content": "0"}
     try:
         shorter, longer = (str(_apply(tokenizer, chat, m, tokenize=False)) for m in (before, [*before, following]))
     except DataError:
-        # The template rejects the fixed chat; the answer counts as one without an end, which is reported in a warning.
+        # The template rejects the fixed chat; the completion counts as one without an end, which is reported in a warning.
         return ""
     return longer[len(shorter) :] if longer.startswith(shorter) else ""
 
 
-def _render_answer(tokenizer: Any, chat: Chat, turn: int) -> _Answer:
-    """Return an answer as the template renders it."""
-    # The answer begins where the generation prompt ends, as it does when the model generates it.
+def _render_completion(tokenizer: Any, chat: Chat, turn: int) -> _Completion:
+    """Return a completion as the template renders it."""
+    # The completion begins where the generation prompt ends, as it does when the model generates it.
     rendered = _render(tokenizer, chat, turn + 1)
     if turn == 0:
         # Templates do not render an empty chat, so take the generation prompt from after the first message.
@@ -231,13 +235,13 @@ def _render_answer(tokenizer: Any, chat: Chat, turn: int) -> _Answer:
         before = _render(tokenizer, chat, turn, add_generation_prompt=True)
     if not rendered.startswith(before):
         raise DataError(
-            f"{chat.name}: the chat template begins the answer of message {turn + 1} with "
+            f"{chat.name}: the chat template begins the completion of message {turn + 1} with "
             f"{_around_difference(before, rendered)!r} in the generation prompt, but with "
             f"{_around_difference(rendered, before)!r} in the rendered chat (some add or drop a thought; see "
             "data.chat_template_kwargs), so the span to train on is unknown; "
             "use a template with {% generation %} marks (model.chat_template), or prompt and completion as texts"
         )
-    return _Answer(turn, rendered, len(before))
+    return _Completion(turn, rendered, len(before))
 
 
 def _around_difference(text: str, other: str) -> str:
@@ -258,14 +262,14 @@ def _up_to(chat: Chat, turn: int) -> Chat:
 def _encode_marked(tokenizer: Any, chat: Chat, ends: TurnEnds | None) -> Sample:
     ids, mask = _marked_ids(tokenizer, chat)
     turns = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant"]
-    # The marks cover all answers; remove those of answers that are not trained on.
+    # The marks cover all completions; remove those of completions that are not trained on.
     if any(not chat.learned[i] for i in turns):
-        # Runs of marked tokens are matched with answers in order, so the template must mark every answer exactly once.
+        # Runs of marked tokens are matched with completions in order, so the template must mark every completion exactly once.
         runs = [(mark_supervised, len(list(run))) for mark_supervised, run in groupby(mask)]
         if sum(mark_supervised for mark_supervised, _ in runs) != len(turns):
             raise DataError(
                 f"{chat.name}: the chat template marks {sum(mark_supervised for mark_supervised, _ in runs)} spans as generated for "
-                f"{len(turns)} answers, so it is unknown which of them train=false leaves out; set data.turns=per_turn"
+                f"{len(turns)} completions, so it is unknown which of them train=false leaves out; set data.turns=per_turn"
             )
         flags = iter([chat.learned[i] for i in turns])
         mask = [is_marked for mark_supervised, length in runs for is_marked in [mark_supervised and next(flags)] * length]
@@ -362,7 +366,7 @@ def _encode_spans(
         original, ids = ids, [i for _, part in parts for i in part["input_ids"]]
         if tokenizer.decode(ids) != tokenizer.decode(original):
             raise DataError(
-                f"{name}: a token crosses the boundary between prompt and answer, and this tokenizer produces different text "
+                f"{name}: a token crosses the boundary between prompt and completion, and this tokenizer produces different text "
                 "when the two are tokenized separately; use a template whose generation prompt does not end in a space "
                 "(model.chat_template)"
             )
@@ -374,7 +378,7 @@ def _encode_spans(
     for low, high in spans:
         inside |= (starts >= low) & (starts < high)
     inside |= np.isin(starts, list(openings))
-    # A token that covers no character of the text is not part of an answer.
+    # A token that covers no character of the text is not part of a completion.
     supervised = (inside & (ends > starts)).tolist()
     return _sample(name, ids, supervised)
 

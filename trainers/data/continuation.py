@@ -1,6 +1,6 @@
 """Tokens of messages that follow a completion, whose own tokens stay unchanged.
 
-    rendered    <user>0<assistant>0|<end>\n<tool>42<assistant>|      a placeholder answer, and the messages after it
+    rendered    <user>0<assistant>0|<end>\n<tool>42<assistant>|      a placeholder completion, and the messages after it
     the policy  ... <user>What is 6*7?<assistant>...<end>            its own tokens, which end with the one at which generation stops
     given       ... <user>What is 6*7?<assistant>...<end>|\n<tool>42<assistant>|
 
@@ -17,16 +17,16 @@ from .chat import apply_template
 from .turn_ends import TurnEnds
 
 _CONTENTS = ("The answer is 7.", "Well, so be it.")
-"""Placeholder answers, after which the template must render messages identically."""
+"""Placeholder completions, after which the template must render messages identically."""
 _NAME = "a conversation"
 
 
 class Continuation:
-    """The text and tokens that a chat template writes after an answer.
+    """The text and tokens that a chat template writes after a completion.
 
     Args:
         tokenizer: A tokenizer with a chat template.
-        ends: The tokens that may end an answer.
+        ends: The tokens that may end a completion.
         variables: Variables of the template, such as `tools`.
     """
 
@@ -35,14 +35,14 @@ class Continuation:
         self._texts: dict[str, str] = {}
 
     def tokens(self, messages: Sequence[Mapping[str, Any]], last: int) -> list[int]:
-        """Return the tokens that follow an answer, up to the start of the next one.
+        """Return the tokens that follow a completion, up to the start of the next one.
 
         Args:
-            messages: The messages after the answer.
-            last: The last token of the answer.
+            messages: The messages after the completion.
+            last: The last token of the completion.
 
         Raises:
-            DataError: The template rejects the messages, or the text that it writes after an answer depends on the answer.
+            DataError: The template rejects the messages, or the text that it writes after a completion depends on the completion.
         """
         text = self._text(messages)
         # The policy has already written the end token, or the token that opens the next turn.
@@ -52,7 +52,7 @@ class Continuation:
         return self._encoded(text, messages)
 
     def first_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the tokens of a conversation up to the start of its first answer.
+        """Return the tokens of a conversation up to the start of its first completion.
 
         Raises:
             DataError: The template rejects it.
@@ -98,7 +98,7 @@ class Continuation:
             texts = [self._behind(content, messages) for content in _CONTENTS]
             if texts[0] != texts[1]:
                 raise DataError(
-                    f"the chat template writes {texts[0]!r:.80} after one answer and {texts[1]!r:.80} after another, so the text after a "
+                    f"the chat template writes {texts[0]!r:.80} after one completion and {texts[1]!r:.80} after another, so the text after a "
                     "completion is unknown; use a template that only appends (model.chat_template), or tokens instead of messages"
                 )
             # Most messages of a run occur once, so without a bound the cache would grow all the time.
@@ -108,37 +108,37 @@ class Continuation:
         return self._texts[key]
 
     def _behind(self, content: str, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text after an answer with the given content, starting with the token that ends it."""
+        """Return the text after a completion with the given content, starting with the token that ends it."""
         question = {"role": "user", "content": "0"}
-        answers: list[dict[str, Any]] = [{"role": "assistant", "content": content}]
+        completions: list[dict[str, Any]] = [{"role": "assistant", "content": content}]
         if any(message["role"] == "tool" for message in messages):
             # Some templates accept a tool result only after its call.
-            answers.insert(0, _with_calls(content, messages))
+            completions.insert(0, _with_calls(content, messages))
         error: DataError | None = None
-        for answer in answers:
+        for completion in completions:
             try:
-                whole = self._rendered([question, answer], asks=False)
-                following = self._rendered([question, answer, *messages], asks=True)
+                whole = self._rendered([question, completion], asks=False)
+                following = self._rendered([question, completion, *messages], asks=True)
             except DataError as e:
                 # The first error counts: it is that of the form that fits the messages best.
                 error = error or e
                 continue
-            answered = whole[: self._end_of_answer(whole)]
-            # The rendered answer continues after the content, for example with tool calls. A template may drop thoughts before the
+            completed = whole[: self._end_of_completion(whole)]
+            # The rendered completion continues after the content, for example with tool calls. A template may drop thoughts before the
             # content; that is fine.
-            rest = answered[answered.find(content) :]
-            begin = following.find(rest)
-            if content in answered and begin >= 0:
-                return following[begin + len(rest) :]
+            ending = completed[completed.find(content) :]
+            begin = following.find(ending)
+            if content in completed and begin >= 0:
+                return following[begin + len(ending) :]
             error = error or DataError(
-                f"the chat template renders the end of an answer as {rest!r:.80}, but differently before a message with the role {messages[0]['role']}, "
+                f"the chat template renders the end of a completion as {ending!r:.80}, but differently before a message with the role {messages[0]['role']}, "
                 "so the text after a completion is unknown; use a template that only appends (model.chat_template), or tokens instead of messages"
             )
         assert error is not None
         raise error
 
-    def _end_of_answer(self, rendered: str) -> int:
-        """Return the offset of the token that ends the answer; the length of the text if the template writes none."""
+    def _end_of_completion(self, rendered: str) -> int:
+        """Return the offset of the token that ends the completion; the length of the text if the template writes none."""
         stops = [at for token in (*self._ends.stopping, *self._ends.special) if token and (at := rendered.rfind(token)) >= 0]
         last = max(stops, default=-1)
         for token in (*self._ends.stopping, *self._ends.special):

@@ -17,7 +17,7 @@ class ConversationTokens:
 
     Args:
         tokenizer: The tokenizer of the policy.
-        ends: The tokens that may end an answer.
+        ends: The tokens that may end a completion.
         variables: Variables of the chat template.
     """
 
@@ -33,11 +33,11 @@ class ConversationTokens:
 
         Args:
             messages: The messages.
-            last: The last token of the answer before them; None if they begin a conversation.
+            last: The last token of the completion before them; None if they begin a conversation.
             tools: The tools in the prompt; if empty, those of the variables, if any.
 
         Raises:
-            DataError: There is no chat template, it rejects the messages, or the text that it writes after an answer depends on the answer.
+            DataError: There is no chat template, it rejects the messages, or the text that it writes after a completion depends on the completion.
         """
         if not self.tokenizer.chat_template:
             raise DataError(
@@ -63,7 +63,7 @@ class ConversationTokens:
 
         Args:
             text: The text.
-            last: The last token of the answer before it, which the text may begin with; None if it begins a conversation.
+            last: The last token of the completion before it, which the text may begin with; None if it begins a conversation.
 
         Raises:
             DataError: It has an unpaired surrogate.

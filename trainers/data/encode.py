@@ -115,9 +115,9 @@ def _encode(context: _Context, row: Mapping[str, Any], kind: DataKind) -> list[S
         if label is None:
             raise DataError(f"{name}: label is {row['label']!r}; it must be true (a good completion) or false (a bad one)")
         # `read_chat` would prefer `messages` to the columns of this form.
-        (sample,) = _encode_answers(context, {**row, "messages": None}, form)
+        (sample,) = _encode_completions(context, {**row, "messages": None}, form)
         return [replace(sample, chosen=label)]
-    return _encode_answers(context, row, form)
+    return _encode_completions(context, row, form)
 
 
 def _encode_sides(context: _Context, row: Mapping[str, Any], sides: Sides) -> list[Sample]:
@@ -125,12 +125,12 @@ def _encode_sides(context: _Context, row: Mapping[str, Any], sides: Sides) -> li
     for chosen, completion in ((True, sides.chosen), (False, sides.rejected)):
         side = replace(context, name=f"{context.name} ({'chosen' if chosen else 'rejected'})")
         columns = {**row, "messages": None, "prompt": sides.prompt, "completion": completion}
-        (sample,) = _encode_answers(side, columns, "preference")
+        (sample,) = _encode_completions(side, columns, "preference")
         samples.append(replace(sample, chosen=chosen, margin=sides.margin))
     return samples
 
 
-def _encode_answers(context: _Context, row: Mapping[str, Any], form: str) -> list[Sample]:
+def _encode_completions(context: _Context, row: Mapping[str, Any], form: str) -> list[Sample]:
     tokenizer, name, data = context.tokenizer, context.name, context.data
     chat = form == "messages" or not (isinstance(row["prompt"], str) or isinstance(row["completion"], str))
     if not chat:

@@ -33,7 +33,7 @@ class Sample:
         supervised: For each token, whether the loss is computed on it.
         chosen: Whether the document was preferred or labeled good; None if it has no such label.
         margin: The margin by which the chosen side of its pair is better, or 0 if the data have none.
-        ended: Whether each supervised answer ends with a token at which generation can stop.
+        ended: Whether each supervised completion ends with a token at which generation can stop.
         media: Its media, in the order of their tokens.
     """
 

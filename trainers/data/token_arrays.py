@@ -64,7 +64,13 @@ class TokenArrays:
         """Return a document's file, row and part of the row, for messages."""
         part, chosen = int(self._parts[index]), int(self._chosen[index])
         which = (
-            f" (answer {part})" if part else "" if chosen < 0 or self.width == 1 else " (chosen)" if chosen else " (rejected)"
+            f" (completion {part})"
+            if part
+            else ""
+            if chosen < 0 or self.width == 1
+            else " (chosen)"
+            if chosen
+            else " (rejected)"
         )
         return f"{self._names[self._files[index]]}:{self._rows[index]}{which}"
 

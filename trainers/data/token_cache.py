@@ -73,7 +73,7 @@ class EncodedSamples:
         large: The numbers of the rows that were left out, because their media are too large.
         odd: Rows that probably have a mistake, and why. The rows are used; this field is not stored.
         media_files: The size and the modification time, in nanoseconds, of each media file that was read.
-        endless: The first sample with an answer that has no token at which generation can stop; empty if there is none.
+        endless: The first sample with a completion that has no token at which generation can stop; empty if there is none.
     """
 
     ids: NDArray[Any]

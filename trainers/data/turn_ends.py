@@ -49,9 +49,9 @@ class TurnEnds:
         stopping = [added[i].content for i in {*ends, tokenizer.eos_token_id} if i in added]
         return cls(tuple(stopping), tuple(dict.fromkeys(special)))
 
-    def ended(self, answer: str) -> bool:
+    def ended(self, completion: str) -> bool:
         """Return whether the text of a turn contains its end, after which only white space may follow."""
-        return answer.rstrip().endswith((*self.stopping, *self.special))
+        return completion.rstrip().endswith((*self.stopping, *self.special))
 
     def opening(self, following: str) -> str:
         """Return the stop token with which the text after a turn begins, or an empty text."""

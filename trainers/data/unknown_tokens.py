@@ -74,5 +74,5 @@ def _share(document: Sample, unknown: dict[int, str], ends: set[int | None]) -> 
         return sum(i in unknown for i in counted) / max(1, len(counted))
 
     learned = [i for i, is_learned in zip(document.ids, document.supervised, strict=True) if is_learned]
-    # A readable prompt may be much longer than its unreadable answer, and only the answer is learned.
+    # A readable prompt may be much longer than its unreadable completion, and only the completion is learned.
     return max(share(document.ids), share(learned))

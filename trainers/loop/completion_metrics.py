@@ -13,20 +13,20 @@ from ...engine.errors import ConfigError, DataError
 from .samples import HeldOutCompletion
 
 Metric: TypeAlias = Callable[..., float]
-"""A function of any of `prompt`, `completion` and `wanted`, which are texts without special tokens; higher is better."""
-GIVEN = ("prompt", "completion", "wanted")
+"""A function of any of `prompt`, `completion` and `expected`, which are texts without special tokens; higher is better."""
+GIVEN = ("prompt", "completion", "expected")
 TAKEN = ("step", "split", "loss", "accuracy", "tokens", "seconds", "reward_accuracy", "reward_margin")
 """Names that evaluation records already use."""
 
 
-def exact_match(completion: str, wanted: str) -> float:
+def exact_match(completion: str, expected: str) -> float:
     """Return 1 if both texts are equal except for white space around them, and otherwise 0."""
-    return float(completion.strip() == wanted.strip())
+    return float(completion.strip() == expected.strip())
 
 
-def contains(completion: str, wanted: str) -> float:
+def contains(completion: str, expected: str) -> float:
     """Return 1 if the completion contains the expected text, and otherwise 0."""
-    return float(wanted.strip() in completion)
+    return float(expected.strip() in completion)
 
 
 BUILT_IN: Mapping[str, Metric] = {"exact_match": exact_match, "contains": contains}
@@ -130,7 +130,7 @@ def _value(function: Metric, title: str, completion: HeldOutCompletion) -> float
     arguments = {
         "prompt": completion.plain_prompt,
         "completion": completion.plain_completion,
-        "wanted": completion.plain_wanted,
+        "expected": completion.plain_expected,
     }
     try:
         value = function(**{name: text for name, text in arguments.items() if everything or name in parameters})

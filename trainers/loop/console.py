@@ -134,7 +134,7 @@ class Console:
         """Print the completions to held-out samples."""
         for completion in completions[:SHOWN_COMPLETIONS]:
             # Completions that were scored have rewards instead of an expected text.
-            last = f"expected {completion.wanted!r}" if completion.rewards is None else f"rewards {completion.shown_rewards}"
+            last = f"expected {completion.expected!r}" if completion.rewards is None else f"rewards {completion.rewards_text}"
             self._out.print(
                 f"  {completion.prompt!r}\n    completion {completion.completion!r}\n    {last}", markup=False, soft_wrap=True
             )

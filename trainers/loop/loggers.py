@@ -87,7 +87,7 @@ class TensorBoard:
         for i, completion in enumerate(completions):
             self._writer.add_text(
                 f"completions/{i}",
-                f"{completion.prompt}\n\n**{completion.completion}**\n\n({completion.wanted or completion.shown_rewards})",
+                f"{completion.prompt}\n\n**{completion.completion}**\n\n({completion.expected or completion.rewards_text})",
                 step,
             )
 
@@ -123,7 +123,7 @@ class WandB:
 
     def log_completions(self, step: int, completions: Sequence[HeldOutCompletion]) -> None:
         """Write the completions as a table."""
-        rows = [{**a.record(), **({} if a.rewards is None else {"rewards": a.shown_rewards})} for a in completions]
+        rows = [{**a.record(), **({} if a.rewards is None else {"rewards": a.rewards_text})} for a in completions]
         columns = list(rows[0]) if rows else []
         self._run.log({"completions": self._table(columns=columns, data=[list(row.values()) for row in rows])}, step=step)
 

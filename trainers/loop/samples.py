@@ -28,32 +28,32 @@ class HeldOutCompletion:
         name: The name of the sample.
         prompt: The text up to the first supervised token.
         completion: The model's completion.
-        wanted: The expected completion: the text of the first supervised tokens, which in a chat are its first assistant turn; empty if
+        expected: The expected completion: the text of the first supervised tokens, which in a chat are its first assistant turn; empty if
             there is none.
         rewards: The value of each reward by name, if the completion was scored.
         plain_prompt: The prompt without special tokens.
         plain_completion: The completion without special tokens.
-        plain_wanted: The expected completion without special tokens.
+        plain_expected: The expected completion without special tokens.
     """
 
     name: str
     prompt: str
     completion: str
-    wanted: str = ""
+    expected: str = ""
     rewards: Mapping[str, float] | None = None
     plain_prompt: str = ""
     plain_completion: str = ""
-    plain_wanted: str = ""
+    plain_expected: str = ""
 
     @property
-    def shown_rewards(self) -> str:
+    def rewards_text(self) -> str:
         """The rewards as text."""
         return ", ".join(f"{name} {value:.3g}" for name, value in (self.rewards or {}).items()) or "none"
 
     def record(self) -> dict[str, Any]:
         """Return the fields that are set, for a file or a table."""
         fields = {"name": self.name, "prompt": self.prompt, "completion": self.completion}
-        return fields | ({"wanted": self.wanted} if self.rewards is None else {"rewards": dict(self.rewards)})
+        return fields | ({"expected": self.expected} if self.rewards is None else {"rewards": dict(self.rewards)})
 
 
 def generate_completions(
@@ -125,7 +125,7 @@ def generate_completions(
 
 
 def _parts(sample: Sample, completion: Sequence[int]) -> dict[str, Sequence[int]]:
-    return {"prompt": sample.ids[: _first_target(sample)], "completion": completion, "wanted": _first_completion(sample)}
+    return {"prompt": sample.ids[: _first_target(sample)], "completion": completion, "expected": _first_completion(sample)}
 
 
 def _prompt(sample: Sample) -> Sample:

@@ -147,10 +147,10 @@ def mismatched(global_batch: GlobalBatch, longest: int) -> GlobalBatch:
         other = next((documents[i - k] for k in range(1, len(documents)) if prompts[i - k] != prompts[i]), None)
         if other is None:
             continue
-        prompt, answer = (_begin(document), _begin(other))
-        ids = [*document.ids[:prompt], *other.ids[answer:]][:longest]
-        supervised = ([False] * prompt + list(other.supervised[answer:]))[:longest]
-        name = f"{document.name} with the answer of {other.name}"
+        prompt, completion = (_begin(document), _begin(other))
+        ids = [*document.ids[:prompt], *other.ids[completion:]][:longest]
+        supervised = ([False] * prompt + list(other.supervised[completion:]))[:longest]
+        name = f"{document.name} with the completion of {other.name}"
         mismatches.append(Sample(name, ids, supervised, media=prompts[i].media))
     return GlobalBatch(
         lengths=[len(s.ids) for s in mismatches], read=lambda position: mismatches[position], store=global_batch.store

@@ -38,7 +38,7 @@ class Trainer(BaseTrainer[C, DryRun]):
             has the single column `text`.
         loss: The loss to minimize, instead of that of the settings. For DPO, batches hold the reference's log-probabilities
             unless the loss has an attribute `needs_reference` that is False.
-        metrics: Functions of any of `prompt`, `completion` and `wanted`, which score the completions of `trainer.eval_completions`.
+        metrics: Functions of any of `prompt`, `completion` and `expected`, which score the completions of `trainer.eval_completions`.
         callbacks: Code that the training loop calls on every rank.
 
     Raises:

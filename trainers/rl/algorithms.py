@@ -105,19 +105,19 @@ def resolve(config: RLConfig) -> Algorithm:
         ConfigError: A setting is out of range, or does not apply to the algorithm.
     """
     rl = config.rl
-    known = published(rl.algorithm)
-    if isinstance(known.loss, PreferenceLoss):
+    registered = published(rl.algorithm)
+    if isinstance(registered.loss, PreferenceLoss):
         pairs = preference_loss(config.dpo, config.rollout.temperature)
         if pairs.needs_matching:
             raise ConfigError(
                 "dpo.loss=aot with rl.algorithm=online_dpo: it compares distributions over many pairs of a fixed dataset; use it with "
                 "drivetrain dpo, or another loss"
             )
-        return replace(known, loss=pairs)
-    assert known.advantage is not None
+        return replace(registered, loss=pairs)
+    assert registered.advantage is not None
     # First the loss: settings that are set replace those of the registered algorithm.
     changes = _set_by_hand(rl.loss)
-    aggregation = changes.get("aggregation", known.loss.aggregation)
+    aggregation = changes.get("aggregation", registered.loss.aggregation)
     norm = changes.get("length_norm", config.max_answer_tokens)
     by_norm = aggregation == "seq-mean-token-sum-norm"
     if not (config.rollout.temperature > 0 and math.isfinite(config.rollout.temperature)):
@@ -129,7 +129,7 @@ def resolve(config: RLConfig) -> Algorithm:
         "temperature": config.rollout.temperature,
     }
     try:
-        loss = known.loss.with_settings(**{**changes, **of_run})
+        loss = registered.loss.with_settings(**{**changes, **of_run})
     except ConfigError as e:
         raise ConfigError(f"rl.loss.{e} (rl.algorithm={rl.algorithm})") from e
     # A 0 turns a term off, so it is right for an objective that does not have the term.
@@ -150,7 +150,7 @@ def resolve(config: RLConfig) -> Algorithm:
     if "kl_estimator" in changes:
         changes["kl"] = changes.pop("kl_estimator")
     try:
-        advantage = known.advantage.with_settings(**changes)
+        advantage = registered.advantage.with_settings(**changes)
     except ConfigError as e:
         raise ConfigError(f"rl.advantage.{e}") from e
     # Without a KL penalty in the rewards, nothing estimates a KL divergence for them.
@@ -172,7 +172,7 @@ def resolve(config: RLConfig) -> Algorithm:
             rejection_bounds(kind, limit)
         except ConfigError as e:
             raise ConfigError(f"rl.{e}") from e
-    dynamic = known.dynamic_sampling if rl.dynamic_sampling is None else rl.dynamic_sampling
+    dynamic = registered.dynamic_sampling if rl.dynamic_sampling is None else rl.dynamic_sampling
     if not dynamic and rl.max_resamples != RLSettings().max_resamples:
         raise ConfigError(
             f"rl.max_resamples={rl.max_resamples} is not used without rl.dynamic_sampling=true; set that, or remove it"

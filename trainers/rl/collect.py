@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from ..config.rl import RLConfig
 from .completions import Completions, equal_groups, join
 from .phases import Phases
-from .reward_runner import check_judged
+from .reward_runner import check_scored
 from .rollouts import Rollouts
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Collector:
         totals: dict[str, float] = {}
         replaced = equal = 0
         while not self._rollouts.tickets.is_full:
-            for number, counts in self._judge(self._rollouts.answered(self._missing)):
+            for number, counts in self._score(self._rollouts.answered(self._missing)):
                 for name, count in counts.items():
                     totals[name] = totals.get(name, 0.0) + count
                 completions = self._rollouts.completions(number)
@@ -75,7 +75,7 @@ class Collector:
                 replaced,
                 self._config.rl.max_resamples,
             )
-        check_judged([row for part in parts for row in part.rows], totals)
+        check_scored([row for part in parts for row in part.rows], totals)
         return join([part for part in parts if part.rows]), {**totals, "replaced_groups": float(replaced)}
 
     @property
@@ -83,14 +83,14 @@ class Collector:
         """Return the number of groups that the step still needs."""
         return self._rollouts.tickets.batch - self._rollouts.tickets.kept
 
-    def _judge(self, numbers: Sequence[int]) -> list[tuple[int, dict[str, float]]]:
+    def _score(self, numbers: Sequence[int]) -> list[tuple[int, dict[str, float]]]:
         """Wait for the rewards of several prompts' completions together, with a single call of the reward model."""
         # One call for all groups: with roles that take turns, every call may move models between host and device.
         parts = self._phases.ask_reward_model([self._rollouts.completions(number) for number in numbers])
         outcomes = []
         for number, part in zip(numbers, parts, strict=True):
-            judged, counts = self._phases.collect_rewards(part)
-            self._rollouts.replace(number, judged)
+            scored, counts = self._phases.collect_rewards(part)
+            self._rollouts.replace(number, scored)
             outcomes.append((number, counts))
         return outcomes
 

@@ -107,7 +107,7 @@ class Completion:
     episode: EpisodeRecord | None = None
 
     @property
-    def is_judged(self) -> bool:
+    def is_scored(self) -> bool:
         """Whether it is scored itself: of an episode's documents, only the last one is."""
         return self.episode is None or self.episode.document == self.episode.documents - 1
 
@@ -223,20 +223,20 @@ def prefixes_of(rows: Sequence[Completion]) -> Prefixes:
     return Prefixes.of_prompts([numbers[prompt] for prompt in prompts], [len(row.prompt.ids) for row in rows])
 
 
-def judged_only(completions: Sequence[Completion]) -> list[Completion]:
+def scored_only(completions: Sequence[Completion]) -> list[Completion]:
     """Return the completions that are scored themselves, one per episode."""
-    return [completion for completion in completions if completion.is_judged]
+    return [completion for completion in completions if completion.is_scored]
 
 
 def episodes_of(completions: Sequence[Completion]) -> list[int]:
     """Return for each completion the index of the one that is scored for it: its own, or that of its episode's last document, which follows it."""
     places: list[int] = []
-    judged = len(completions) - 1
+    scored = len(completions) - 1
     # Backwards, since the document that is scored is the last one of its episode.
     for i in reversed(range(len(completions))):
-        if completions[i].is_judged:
-            judged = i
-        places.append(judged)
+        if completions[i].is_scored:
+            scored = i
+        places.append(scored)
     return places[::-1]
 
 

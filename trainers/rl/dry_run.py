@@ -9,7 +9,7 @@ from ...rewards.pool import RewardTarget
 from ..config.rl import RLConfig
 from .algorithms import Algorithm
 from .collect import Collector
-from .metrics import shown
+from .metrics import held_out_completions
 from .prompts import Prompts
 from .roles import Roles
 from .rollouts import Rollouts
@@ -47,7 +47,7 @@ class RLDryRun:
             "first step": f"{self.seconds:.1f} s, reward {metrics['reward']:.3g}, length {metrics['length']:.1f}, "
             f"{metrics['truncated']:.0%} truncated",
             "memory": f"at most {metrics.get('peak_gib', 0.0):.2f} GiB in a worker",
-            "example": f"{self.example.prompt!r}\n{'':13}answer {self.example.completion!r}\n{'':13}rewards {self.example.shown_rewards}",
+            "example": f"{self.example.prompt!r}\n{'':13}answer {self.example.completion!r}\n{'':13}rewards {self.example.rewards_text}",
         }
         return [*(f"{name:12} {value}" for name, value in rows.items()), "dry run: nothing was saved"]
 
@@ -84,7 +84,7 @@ def dry_run(
             prompts=len(prompts.order),
             completions=len(completed.completions),
             metrics=completed.metrics,
-            example=shown(completed.completions.rows[:1])[0],
+            example=held_out_completions(completed.completions.rows[:1])[0],
             seconds=time.perf_counter() - start,
         )
         phases.ranks.run_on_rank0(lambda: print("\n".join(outcome.lines()), flush=True))

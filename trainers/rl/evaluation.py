@@ -7,10 +7,10 @@ from dataclasses import replace
 from ...generation.options import SamplingOptions
 from ..config.rl import RLConfig
 from ..data.prompts import PromptSet
-from .completions import Completion, judged_only
+from .completions import Completion, scored_only
 from .metrics import completion_metrics
 from .phases import Phases
-from .reward_runner import check_judged
+from .reward_runner import check_scored
 
 PROMPTS_PER_CALL = 512
 """The number of prompts per call of the generator."""
@@ -33,7 +33,7 @@ def evaluate(phases: Phases, held_out: PromptSet, *, version: int) -> tuple[dict
     """
     rl, rollout = phases.config.rl, phases.config.rollout
     samples = rl.eval_samples
-    judged: list[Completion] = []
+    scored: list[Completion] = []
     counts: dict[str, float] = {}
     for first in range(0, len(held_out), PROMPTS_PER_CALL):
         prompts = [held_out[i] for i in range(first, min(first + PROMPTS_PER_CALL, len(held_out)))]
@@ -60,14 +60,14 @@ def evaluate(phases: Phases, held_out: PromptSet, *, version: int) -> tuple[dict
         completions, failures = phases.collect_rewards(completions)
         for name, count in failures.items():
             counts[name] = counts.get(name, 0.0) + count
-        judged += completions.rows
+        scored += completions.rows
         phases.discard(ref)
-    check_judged(judged, counts)
+    check_scored(scored, counts)
     return {
-        **completion_metrics(judged),
+        **completion_metrics(scored),
         **counts,
-        **accuracy(judged_only(judged), correct_reward(phases.config, phases.reward_runner.names), samples),
-    }, judged_only(judged)
+        **accuracy(scored_only(scored), correct_reward(phases.config, phases.reward_runner.names), samples),
+    }, scored_only(scored)
 
 
 def correct_reward(config: RLConfig, names: Sequence[str]) -> str:

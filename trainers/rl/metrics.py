@@ -10,7 +10,7 @@ from ..loop.console import Lines, TextPart
 from ..loop.formats import duration
 from ..loop.loggers import Panel
 from ..loop.samples import HeldOutCompletion
-from .completions import Completion, episodes_of, equal_groups, judged_only
+from .completions import Completion, episodes_of, equal_groups, scored_only
 
 PANELS = (
     Panel(ylabel="reward", curves={"train": ("train", "reward"), "eval": ("eval", "reward")}),
@@ -29,7 +29,7 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
         `episode_metrics`.
     """
     documents, places = completions, episodes_of(completions)
-    completions = judged_only(documents)
+    completions = scored_only(documents)
     count = max(1, len(completions))
     rewards = [completion.reward for completion in completions]
     mean = sum(rewards) / count
@@ -68,7 +68,7 @@ def episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
         episodes that have it.
     """
     documents = [completion.episode for completion in completions if completion.episode is not None]
-    episodes = [completion.episode for completion in judged_only(completions) if completion.episode is not None]
+    episodes = [completion.episode for completion in scored_only(completions) if completion.episode is not None]
     if not episodes:
         return {}
     count = len(episodes)
@@ -96,7 +96,7 @@ def mixed_versions(completions: Sequence[Completion]) -> float:
     return sum(len(completion.versions) > 1 for completion in completions) / max(1, len(completions))
 
 
-def shown(completions: Sequence[Completion]) -> list[HeldOutCompletion]:
+def held_out_completions(completions: Sequence[Completion]) -> list[HeldOutCompletion]:
     """Return completions with their rewards, for people to read."""
     return [
         HeldOutCompletion(

@@ -20,7 +20,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from ...engine.checkpoint.machine import warn_of_another_machine
+from ...engine.checkpoint.machine import warn_if_machine_differs
 from ...engine.config import ParallelConfig
 from ...engine.errors import CheckpointError, ConfigError
 from ...engine.ops.expert_routes import ROUTED_EXPERTS
@@ -36,7 +36,7 @@ from .bundle import Bundle, bundle_of, settings_of
 from .completions import Completions, join, prefixes_of
 from .phases import Phases
 from .prompts import load_data
-from .reward_runner import check_judged
+from .reward_runner import check_scored
 from .roles import Roles, build_roles, check_roles
 from .session import controller_ranks, open_phases
 from .step import train_on
@@ -169,7 +169,7 @@ def _score(paths: Sequence[Path], settings: Sequence[str]) -> int:
         )
         completions = Completions(ref=ref, rows=bundle.rows, pending=phases.submit(bundle.rows))
         completions, counts = phases.collect_rewards(phases.score(completions))
-        check_judged(completions, counts)
+        check_scored(completions, counts)
         _write(phases, completions, paths[1], step=bundle.step)
         mean = sum(row.reward for row in completions.rows) / max(1, len(completions))
     dropped = ", ".join(f"{name} {count:.0f}" for name, count in counts.items() if count)
@@ -249,7 +249,7 @@ def _train(paths: Sequence[Path], settings: Sequence[str]) -> int:
     print(json.dumps({name: value for name, value in update.metrics.items() if name.rpartition("/")[2] in names}))
     if update.exported:
         print(f"updated model: {update.exported}")
-    warn_of_another_machine("the bundle", update.bundle.machine)
+    warn_if_machine_differs("the bundle", update.bundle.machine)
     expected = update.bundle.expected
     return _compare(expected, update.metrics, update.config) if expected else 0
 

@@ -23,7 +23,7 @@ from ..data.prompts import Prompt, packed_prompts
 from ..loop.ranks import TrainerRanks
 from .adaptive import Adaptive
 from .algorithms import Algorithm
-from .completions import Completion, Completions, decoded, join, judged_only, prefixes_of
+from .completions import Completion, Completions, decoded, join, prefixes_of, scored_only
 from .environments import described
 from .episodes import TURNS, Episode, Episodes
 from .kept_completions import KeptCompletions, generations_of
@@ -483,7 +483,7 @@ class Phases:
         (completions,) = self.ask_reward_model([completions])
         with self.timed("reward_wait"):
             rows, counts = self.reward_runner.result(completions.rows, completions.pending, completions.model_scores)
-        for row in judged_only(rows):
+        for row in scored_only(rows):
             if row.episode is not None and row.episode.failure:
                 name = f"{row.episode.failure}/episode"
                 counts[name] = counts.get(name, 0.0) + 1.0
@@ -495,14 +495,14 @@ class Phases:
             # A prompt whose greedy completion has no reward gets NaN, and its completions are left out below.
             by_group = {row.group: row.reward for row in greedy.rows}
             rows = [replace(row, baseline=by_group.get(row.group, math.nan)) for row in rows]
-        judged = replace(completions, rows=tuple(rows), pending=(), baselines=None)
+        scored = replace(completions, rows=tuple(rows), pending=(), baselines=None)
         kept = [i for i, row in enumerate(rows) if not math.isnan(row.reward) and not math.isnan(row.baseline or 0.0)]
-        counts["dropped"] = float(len(judged_only(rows)) - len(judged_only([rows[i] for i in kept])))
+        counts["dropped"] = float(len(scored_only(rows)) - len(scored_only([rows[i] for i in kept])))
         # Free the tensors of completions without a reward in the workers now, since nothing refers to them later.
         if len(kept) < len(rows):
             self.discard(completions.ref.select(sorted(set(range(len(rows))) - set(kept))))
-            judged = judged.select(kept)
-        return judged, counts
+            scored = scored.select(kept)
+        return scored, counts
 
     def score(self, completions: Completions) -> Completions:
         """Add the outputs of other models that the algorithm needs: reference, critic and reward model.

@@ -11,7 +11,7 @@ from ...rewards.scorer import PendingScores, RewardScorer, Scores
 from ..config.rl import REWARD_MODEL, RLConfig
 from ..data.prompts import PromptSet
 from ..loop.ranks import TrainerRanks
-from .completions import Completion, episodes_of, judged_only
+from .completions import Completion, episodes_of, scored_only
 
 log = logging.getLogger(__name__)
 SHOWN = 80
@@ -79,7 +79,7 @@ class RewardRunner:
         """
         if self._scorer is None:
             return None
-        return self._scorer.submit([completion.sample() for completion in judged_only(completions)])
+        return self._scorer.submit([completion.sample() for completion in scored_only(completions)])
 
     def result(
         self, rows: Sequence[Completion], pending: Sequence[PendingScores | None], model: Sequence[float] | None
@@ -99,8 +99,8 @@ class RewardRunner:
         """
 
         everything, places = rows, episodes_of(rows)
-        rows = judged_only(everything)
-        # Of an episode, only the score of the document that is judged counts, which is at its own place.
+        rows = scored_only(everything)
+        # Of an episode, only the score of the document that is scored counts, which is at its own place.
         model = None if model is None else [model[place] for i, place in enumerate(places) if place == i]
 
         def wait() -> list[Scores] | RewardError:
@@ -120,7 +120,7 @@ class RewardRunner:
         scores = self._ranks.run_on_rank0(wait)
         if isinstance(scores, RewardError):
             raise scores
-        judged: list[Completion] = []
+        scored: list[Completion] = []
         counts: dict[str, float] = {}
         messages: dict[str, tuple[Completion, str]] = {}
         for part in scores:
@@ -131,19 +131,19 @@ class RewardRunner:
                     if outcome is not None and outcome.value is not None:
                         values[name] = outcome.value
                     elif outcome is not None and outcome.message:
-                        messages.setdefault(name, (rows[len(judged)], f"{outcome.kind}: {outcome.message}"))
-                judged.append(replace(rows[len(judged)], reward=reward, rewards=values))
+                        messages.setdefault(name, (rows[len(scored)], f"{outcome.kind}: {outcome.message}"))
+                scored.append(replace(rows[len(scored)], reward=reward, rewards=values))
             for name in part.outcomes:
                 for kind, count in part.counts(name).items():
                     counts[f"{kind}/{name}"] = counts.get(f"{kind}/{name}", 0) + count
         self._warn(messages)
-        # All documents of an episode get the reward of the one that was judged.
-        by_place = dict(zip((i for i, place in enumerate(places) if place == i), judged, strict=True))
-        judged = [
+        # All documents of an episode get the reward of the one that was scored.
+        by_place = dict(zip((i for i, place in enumerate(places) if place == i), scored, strict=True))
+        scored = [
             replace(row, reward=by_place[place].reward, rewards=by_place[place].rewards)
             for row, place in zip(everything, places, strict=True)
         ]
-        return judged, {name: count for name, count in counts.items() if count and not name.startswith(f"{OUTCOME_KINDS[0]}/")}
+        return scored, {name: count for name, count in counts.items() if count and not name.startswith(f"{OUTCOME_KINDS[0]}/")}
 
     def _warn(self, messages: Mapping[str, tuple[Completion, str]]) -> None:
         for name, (completion, message) in messages.items():
@@ -163,7 +163,7 @@ class RewardRunner:
             self._scorer.close()
 
 
-def check_judged(completions: Sized, counts: Mapping[str, float]) -> None:
+def check_scored(completions: Sized, counts: Mapping[str, float]) -> None:
     """Check that completions are left after those without a reward were dropped.
 
     Args:

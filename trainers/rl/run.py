@@ -26,7 +26,7 @@ from .environments import described
 from .episode_rollouts import EpisodeRollouts
 from .evaluation import evaluate
 from .kept_completions import from_bytes, to_bytes
-from .metrics import PANELS, RLLines, RLSummary, shown
+from .metrics import PANELS, RLLines, RLSummary, held_out_completions
 from .phases import Phases
 from .prompts import Prompts
 from .roles import Roles
@@ -115,20 +115,20 @@ class RLRun(TrainingRun):
     def evaluate(self, stop: StopSignal) -> EvaluationResult:
         """Evaluate on the held-out prompts; see the base class. It is not interrupted."""
         assert self.prompts.held_out is not None
-        judged: list[Completion] | None = None
-        while judged is None:
+        scored: list[Completion] | None = None
+        while scored is None:
             self.rollouts.use_newest()
             # A generator that died is replaced, and the whole evaluation repeated.
             with self.saved_on(RewardError, f"the rewards of the evaluation after step {self.step}", evaluation_due=True):
                 try:
-                    metrics, judged = evaluate(self.phases, self.prompts.held_out, version=self.step)
+                    metrics, scored = evaluate(self.phases, self.prompts.held_out, version=self.step)
                 except WorkerLostError as e:
                     self.rollouts.replace_generator(e)
-        count = min(self.config.eval_completions, len(judged))
+        count = min(self.config.eval_completions, len(scored))
         # Spread over all prompts, since neighbors may be samples of one prompt.
-        completions = shown([judged[i * len(judged) // count] for i in range(count)])
+        completions = held_out_completions([scored[i * len(scored) // count] for i in range(count)])
         return EvaluationResult(
-            metrics=metrics, tokens=sum(len(completion.tokens) for completion in judged), completions=completions
+            metrics=metrics, tokens=sum(len(completion.tokens) for completion in scored), completions=completions
         )
 
     def write_checkpoint(self, *, evaluation_due: bool, last: bool) -> None:

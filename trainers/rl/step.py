@@ -8,7 +8,7 @@ from .collect import Collector
 from .completions import Completions
 from .metrics import completion_metrics, mixed_versions, staleness
 from .phases import Phases
-from .reward_runner import check_judged
+from .reward_runner import check_scored
 from .rollouts import Rollouts
 from .update import add_old_log_probs, estimate_advantages, update
 
@@ -98,7 +98,7 @@ def train_on(
     completions = add_old_log_probs(phases, completions)
     completions, failed = phases.collect_rewards(completions)
     counts = {**counts, **failed}
-    check_judged(completions, counts)
+    check_scored(completions, counts)
 
     bundle = None if bundles is None else bundles.begin(completions, step)
     batch, metrics = estimate_advantages(phases, completions, step)

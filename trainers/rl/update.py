@@ -14,7 +14,7 @@ from ...losses.preference import PreferenceLoss
 from ...workers.data_plane.data_ref import DataRef
 from ...workers.roles.dispatch import MiniBatches
 from ..config.rl import ENVIRONMENT_REWARD
-from .completions import Completion, Completions, episodes_of, judged_only
+from .completions import Completion, Completions, episodes_of, scored_only
 from .phases import Phases
 
 GAPS = ("log_prob_gap", "log_prob_gap_max")
@@ -72,7 +72,7 @@ def estimate_advantages(phases: Phases, completions: Completions, step: int) -> 
     rewards = phases.adaptive.shape_rewards([row.reward for row in completions.rows])
     # One value per document; estimators count an episode with several documents once, by the column `episode`.
     columns = {"rewards": torch.tensor(rewards, dtype=torch.float32)}
-    if len(judged_only(completions.rows)) < len(completions):
+    if len(scored_only(completions.rows)) < len(completions):
         columns["episode"] = torch.tensor(episodes_of(completions.rows))
     if phases.algorithm.needs_baselines:
         baselines_given = [row.baseline for row in completions.rows if row.baseline is not None]
@@ -258,11 +258,11 @@ def _check_gap(phases: Phases, numbers: Mapping[str, float], completions: Comple
 def _pairs(phases: Phases, completions: Completions, step: int) -> tuple[DataRef, dict[str, float]]:
     """Return the best and the worst completion of each prompt as pairs, and the number of pairs."""
     # Of an episode with several documents, only the last one can be in a pair.
-    judged = [row for row, place in enumerate(episodes_of(completions.rows)) if row == place]
-    rewards = [completions.rows[row].reward for row in judged]
+    scored = [row for row, place in enumerate(episodes_of(completions.rows)) if row == place]
+    rewards = [completions.rows[row].reward for row in scored]
     pairs = [
-        (judged[best], judged[worst])
-        for best, worst in best_and_worst([completions.rows[row].group for row in judged], rewards)
+        (scored[best], scored[worst])
+        for best, worst in best_and_worst([completions.rows[row].group for row in scored], rewards)
     ]
     chosen = completions.ref.select([row for pair in pairs for row in pair])
     if not pairs:

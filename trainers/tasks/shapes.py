@@ -63,7 +63,7 @@ def write_shapes(folder: Path, seed: int, counts: Mapping[str, int] = COUNTS) ->
         counts: The number of images of each split, by name.
     """
     rng = random.Random(seed)
-    known: set[bytes] = set()
+    drawn: set[bytes] = set()
     for name, count in counts.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         with open(folder / f"{name}.jsonl", "w") as file, open(folder / f"{name}-prompts.jsonl", "w") as prompts:
@@ -71,9 +71,9 @@ def write_shapes(folder: Path, seed: int, counts: Mapping[str, int] = COUNTS) ->
             while number < count:
                 image, answer = draw(rng)
                 # Across all splits, so that no held-out image was trained on.
-                if image.tobytes() in known:
+                if image.tobytes() in drawn:
                     continue
-                known.add(image.tobytes())
+                drawn.add(image.tobytes())
                 image.save(folder / name / f"{number}.png")
                 parts = [{"type": "image", "image": f"{name}/{number}.png"}, {"type": "text", "text": QUESTION}]
                 file.write(_row(parts, answer))

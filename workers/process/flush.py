@@ -52,7 +52,7 @@ def run_flush(worker: ModelWorker, flush: Flush, requests: Sequence[ComputeReque
                     reply = worker.execute(request)
             except AbandonedError:
                 raise
-            except BaseException as e:  # the request's reply; a role that calls sys.exit does not end the worker
+            except BaseException as e:  # reported to the caller; a role that calls sys.exit does not end the worker
                 error = e
             if request.sync_failures:
                 own_failures = {} if error is None else {request.id: error}
@@ -70,7 +70,7 @@ def run_flush(worker: ModelWorker, flush: Flush, requests: Sequence[ComputeReque
             except RemoteError as e:
                 # The failure on another rank may be that of the call.
                 error = e
-            except BaseException as e:  # the request's reply
+            except BaseException as e:  # reported to the caller
                 what = f"the hook {name_of(hook)} after {worker.title_of(request)} failed; the call itself did not"
                 # The first one, if several fail.
                 error = error or HookError(f"{what}: {type(e).__name__}: {e}")
@@ -99,12 +99,12 @@ def _prepare(
                 results[request.id].append(_run_hook(worker, request, hook, "before"))
             except AbandonedError:
                 raise
-            except BaseException as e:  # the request's reply
+            except BaseException as e:  # reported to the caller
                 failures.setdefault(request.id, e)
     for request in requests:
         try:
             worker.check_samples(request)
-        except Exception as e:  # the request's reply
+        except Exception as e:  # reported to the caller
             failures.setdefault(request.id, e)
     if flush.settle and requests:
         for number, error in _exchange_failures(worker, flush, "before", requests[0], failures, ranks).items():

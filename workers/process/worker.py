@@ -407,7 +407,7 @@ def error_of(op: Op, error: BaseException) -> Error:
 def _text(error: BaseException) -> str:
     try:
         return text(str(error))
-    except Exception as e:  # code of the error's class
+    except Exception as e:  # the reply has the code of its class
         return f"(its text cannot be read: {type(e).__name__})"
 
 
@@ -425,6 +425,6 @@ def _origin(error: BaseException) -> dict[str, Any]:
             trace = trace.tb_next
         try:
             origin["traceback"] = text("".join(traceback.format_exception(type(error), error, trace)).rstrip())
-        except Exception as e:  # code of the error's class
+        except Exception as e:  # the reply has the code of its class
             logger.warning("the traceback of a %s cannot be formatted: %s", type(error).__name__, type(e).__name__)
     return origin

@@ -102,8 +102,8 @@ class _SelectiveScan(torch.autograd.Function):
             grad_delta[:, t] = read * u + (of_exponent * a).sum(-1)
             grad_a += (of_exponent * step.unsqueeze(-1)).sum(0)
         whole = [chunks.join(g).to(i.dtype) for g, i in zip((grad_x, grad_delta), inputs[:2], strict=True)]
-        rest = [chunks.join(g).to(i.dtype) for g, i in zip((grad_b, grad_c), inputs[3:], strict=True)]
-        return *whole, grad_a.to(inputs[2].dtype), *rest, grad_initial.index_select(0, chunks.inverse), None
+        of_tokens = [chunks.join(g).to(i.dtype) for g, i in zip((grad_b, grad_c), inputs[3:], strict=True)]
+        return *whole, grad_a.to(inputs[2].dtype), *of_tokens, grad_initial.index_select(0, chunks.inverse), None
 
 
 def _in_chunks(

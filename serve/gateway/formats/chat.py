@@ -63,14 +63,14 @@ def check_function(place: str, function: Any) -> None:
             raise ValueError(f"{place} has {name} that are not the schema of an object with properties")
 
 
-def check_choice(choice: Any, known: Sequence[str]) -> None:
+def check_choice(choice: Any, choices: Sequence[str]) -> None:
     """Check that a tool choice leaves the decision to the policy.
 
     Raises:
         ValueError: It forces or forbids tools.
     """
-    if choice is not None and choice not in known:
-        raise ValueError(f"tool_choice={choice!r:.60}: the policy must choose itself; use {' or '.join(known)}")
+    if choice is not None and choice not in choices:
+        raise ValueError(f"tool_choice={choice!r:.60}: the policy must choose itself; use {' or '.join(choices)}")
 
 
 class ChatFormat(AnswerFormat):
@@ -103,8 +103,8 @@ class ChatFormat(AnswerFormat):
         # Clients take the role from the first chunk of a completion.
         if not sent:
             yield self._chunk(answer.index, {"role": "assistant", "content": ""})
-        if rest := turn.content[len(sent) :]:
-            yield self._chunk(answer.index, {"content": rest})
+        if unsent := turn.content[len(sent) :]:
+            yield self._chunk(answer.index, {"content": unsent})
         if turn.calls:
             calls = [{"index": i, **call} for i, call in enumerate(_calls_of(turn))]
             yield self._chunk(answer.index, {"tool_calls": calls})
