@@ -12,7 +12,7 @@ from typing import Any
 
 from .database import Database
 from .errors import BadRequestError
-from .model_operations import exported
+from .model_operations import exported, keep_for_sampler
 from .paths import EXTERNAL, KINDS, CheckpointPath
 
 DOWNLOAD_S = 3600.0
@@ -98,7 +98,8 @@ class Checkpoints:
     async def _remove(self, row: Any) -> None:
         # The folder is compared too, because another checkpoint may have taken the path in the meantime.
         sql = "DELETE FROM checkpoints WHERE model = ? AND kind = ? AND name = ? AND folder = ?"
-        await asyncio.wrap_future(self._database.execute((sql, (row["model"], row["kind"], row["name"], row["folder"]))))
+        delete = (sql, (row["model"], row["kind"], row["name"], row["folder"]))
+        await asyncio.wrap_future(self._database.execute(keep_for_sampler(row), delete))
         # Safe after the row is deleted: no new sampler can use the folder, because `TrainingApp._create_sampler` looks up the
         # row in its transaction.
         await self._remove_unused(row["folder"])

@@ -114,7 +114,11 @@ class ModelOperations:
     def remove_replaced(self) -> None:
         """Remove superseded folders. Must be called after the transaction that replaces them."""
         while self._replaced:
-            remove_folder(self._replaced.pop())
+            folder = self._replaced.pop()
+            # A sampler may have been created from an overwritten checkpoint until that transaction. Its folder is removed together
+            # with the sampler.
+            if self._database.one("SELECT 1 FROM samplers WHERE folder = ?", folder) is None:
+                remove_folder(folder)
 
     async def _save_state(self, queue: ModelQueue, last: int) -> list[Statement]:
         """Save the state of a model after its request `last`; return the statements that record it and delete the bodies up to it."""
@@ -167,11 +171,13 @@ class ModelOperations:
             except (DrivetrainError, OSError):
                 remove_folder(folder)
                 raise
-        sql = "SELECT folder, bytes FROM checkpoints WHERE model = ? AND kind = ? AND name = ?"
+        sql = "SELECT folder, bytes, owner FROM checkpoints WHERE model = ? AND kind = ? AND name = ?"
         before = self._database.one(sql, path.model, path.kind, path.name)
-        size = self._checked_size(folder, queue.owner, 0 if before is None else before["bytes"])
-        # If a sampler uses the folder of the overwritten checkpoint, the folder is removed together with the sampler.
-        if before is not None and self._database.one("SELECT 1 FROM samplers WHERE folder = ?", before["folder"]) is None:
+        is_used = before is not None and self._database.one("SELECT 1 FROM samplers WHERE folder = ?", before["folder"])
+        size = self._checked_size(folder, queue.owner, 0 if before is None or is_used else before["bytes"])
+        rows: list[Statement] = []
+        if before is not None:
+            rows.append(keep_for_sampler(before))
             self._replaced.append(before["folder"])
         now, ttl = time.time(), settings["ttl_seconds"]
         metadata = json.dumps(settings["user_metadata"])
@@ -179,7 +185,7 @@ class ModelOperations:
             "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?)",
             (path.model, path.kind, path.name, queue.owner, folder, size, now, None if ttl is None else now + ttl, metadata),
         )
-        return {"type": request.kind, "path": str(path)}, [row]
+        return {"type": request.kind, "path": str(path)}, [*rows, row]
 
     def _checked_size(self, folder: str, owner: str, freed: int) -> int:
         """Return the size in bytes of a checkpoint that was just written.
@@ -258,6 +264,16 @@ def exported(checkpoint: str) -> Path:
     # `_save_weights` writes the folder `peft` next to the checkpoint of an adapter.
     peft = Path(checkpoint).parent / "peft"
     return peft if peft.is_dir() else Path(checkpoint)
+
+
+def keep_for_sampler(row: Any) -> Statement:
+    """Return the statement that counts the bytes of a removed checkpoint for a sampler of its owner that still uses the folder, if there is one.
+
+    Args:
+        row: The row of the checkpoint, with `folder`, `bytes` and `owner`.
+    """
+    sql = "UPDATE samplers SET bytes = ? WHERE id = (SELECT MIN(id) FROM samplers WHERE folder = ? AND owner = ?)"
+    return sql, (row["bytes"], row["folder"], row["owner"])
 
 
 def remove_folder(checkpoint: str) -> None:

@@ -2,7 +2,7 @@
 
 import sqlite3
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from ...engine.config import OptimConfig
@@ -69,13 +69,20 @@ class Replay:
             if row["outcome"] == "pending":
                 pending.append(row)
                 continue
-            if row["outcome"] == "done":
-                await self._repeat(queue, row["kind"], row["body"])
+            if row["outcome"] in ("done", "dropped"):
+                await self._repeat(queue, row["kind"], row["body"], is_dropped=row["outcome"] == "dropped")
             queue.next_seq = row["seq"] + 1
         return pending
 
-    async def _repeat(self, queue: ModelQueue, kind: str, body: Any) -> None:
-        """Run a request again. Requests that load a checkpoint are not repeated: the state is saved after each of them."""
+    async def _repeat(self, queue: ModelQueue, kind: str, body: Any, *, is_dropped: bool) -> None:
+        """Run a request again.
+
+        Args:
+            queue: The queue of its model.
+            kind: The operation.
+            body: The body of the request.
+            is_dropped: Whether it is an optimizer step whose gradient was not finite, which has dropped the gradient.
+        """
         if kind == CREATE:
             await self._operations.build(queue.model)
         elif kind == FORWARD_BACKWARD and body is not None:
@@ -87,8 +94,8 @@ class Replay:
                 if reply.error:
                     raise BadRequestError(reply.error)
         elif kind == "optim_step":
-            # A step whose gradient was not finite failed, but it is repeated too, because it dropped the gradient.
-            with suppress(NonFiniteError):
+            # A step that succeeded must succeed again; otherwise the model would silently be another one.
+            with suppress(NonFiniteError) if is_dropped else nullcontext():
                 await self._optim_step(queue.model, self._arguments(queue.model, kind, body))
             queue.steps += 1
 

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import logging
+import math
 import secrets
 import sqlite3
 import sys
@@ -86,6 +87,7 @@ class SamplingService:
         reader: The reader of images.
         at_once: The maximum number of completions that are generated at a time. Users are served round-robin.
         longest: The maximum number of tokens of a pass that computes log-probabilities (`engine.micro_batch.max_tokens`).
+        most_bytes: The maximum number of bytes of the pending requests of a key, which are on disk and in memory.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class SamplingService:
         reader: ChunkImageReader,
         at_once: int = MAX_SAMPLES_AT_ONCE,
         longest: int = sys.maxsize,
+        most_bytes: float = math.inf,
     ) -> None:
         self._database, self._futures, self._replicas = database, futures, replicas
         self._texts, self._room, self._weights = texts, room, weights
@@ -116,8 +119,10 @@ class SamplingService:
         self._lock = asyncio.Lock()
         self._slots = AdapterSemaphore(at_once, weights.at_a_time)
         self._pending: Counter[str] = Counter()
-        self._counted: dict[str, tuple[str, int]] = {}
-        """For each result id, the key and the number of completions that are counted as pending."""
+        self._pending_bytes: Counter[str] = Counter()
+        self._most_bytes = most_bytes
+        self._counted: dict[str, tuple[str, int, int]] = {}
+        """For each result id, the key, and the numbers of completions and bytes that are counted as pending."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._writes: set[asyncio.Task[None]] = set()
         """The tasks that are writing results."""
@@ -133,7 +138,7 @@ class SamplingService:
             # If the body is not valid, the error is reported in the result.
             with suppress(BadRequestError):
                 samples = parse(row["body"].partition(b"\n")[2], SampleBody).completions
-            self._count(row["owner"], samples)
+            self._count(row["owner"], samples, len(row["body"]))
             self._begin(row["owner"], row["future"], row["sampler"], row["body"], samples)
 
     async def close(self) -> None:
@@ -196,25 +201,32 @@ class SamplingService:
                 "again when others have finished",
                 status=429,
             )
+        if self._pending_bytes[owner] + len(body) > self._most_bytes:
+            raise BadRequestError(
+                f"this key has {self._pending_bytes[owner]} bytes of pending sample requests, and this one adds {len(body)}: more than "
+                f"--max-queued-mib={self._most_bytes / 2**20:g}; send it again when others have finished",
+                status=429,
+            )
         future = new_future_id("sample")
         # Drawn now and stored with the body, so that a restart does not change the completions.
         seed = secrets.randbelow(2**62)
+        stored = b"%d\n" % seed + body
         row = (
             "INSERT INTO samples (sampler, seq, body, digest, future) VALUES (?, ?, ?, ?, ?)",
-            (request.sampling_session_id, number, b"%d\n" % seed + body, digest, future),
+            (request.sampling_session_id, number, stored, digest, future),
         )
         # Counted before the write, so that requests that arrive during the write see the new count.
-        self._count(owner, samples)
+        self._count(owner, samples, len(stored))
         try:
             await asyncio.wrap_future(self._database.execute(row, self._futures.row(future, owner, "sample")))
         except BaseException as e:
-            self._count(owner, -samples)
+            self._count(owner, -samples, -len(stored))
             if not isinstance(e, sqlite3.IntegrityError):
                 raise
             earlier = self._known(request.sampling_session_id, number, digest)
             assert earlier is not None
             return earlier, request.num_samples
-        self._begin(owner, future, request.sampling_session_id, b"%d\n" % seed + body, samples)
+        self._begin(owner, future, request.sampling_session_id, stored, samples)
         return future, request.num_samples
 
     def _known(self, sampler: str, number: str, digest: str) -> str | None:
@@ -288,21 +300,23 @@ class SamplingService:
             if not waiting and self._news.get(sampler) is waiting:
                 del self._news[sampler]
 
-    def _count(self, owner: str, samples: int) -> None:
-        """Add to the number of pending completions of a key."""
+    def _count(self, owner: str, samples: int, size: int) -> None:
+        """Add to the numbers of pending completions and bytes of a key."""
         self._pending[owner] += samples
+        self._pending_bytes[owner] += size
         if not self._pending[owner]:
-            del self._pending[owner]
+            # A request has at least one completion, so no bytes are pending either.
+            del self._pending[owner], self._pending_bytes[owner]
 
     def _uncount(self, future: str) -> None:
         # Called when the result is written and again when the task ends. Because of `pop`, the second call has no effect.
-        owner, samples = self._counted.pop(future, ("", 0))
+        owner, samples, size = self._counted.pop(future, ("", 0, 0))
         if samples:
-            self._count(owner, -samples)
+            self._count(owner, -samples, -size)
 
     def _begin(self, owner: str, future: str, sampler: str, body: bytes, samples: int) -> None:
         task = asyncio.create_task(self._answer(future, sampler, body))
-        self._tasks[future], self._counted[future] = task, (owner, samples)
+        self._tasks[future], self._counted[future] = task, (owner, samples, len(body))
 
         def end(_: object) -> None:
             self._uncount(future)

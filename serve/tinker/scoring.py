@@ -1,7 +1,7 @@
 """Log-probabilities of prompts, computed by the training processes as forward passes without gradients."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,7 +108,7 @@ class Scoring:
                     errors[folder] = reason(e)
             # If a checkpoint cannot be loaded, only its own prompts fail.
             sound = [one for one in chosen if one.folder not in errors]
-            computed = iter(await self._group.forward_backward([one.request for one in sound]) if sound else [])
+            computed = iter(await self._replies(sound))
             replies = [
                 AdapterReply(loss=0.0, error=errors[one.folder]) if one.folder in errors else next(computed) for one in chosen
             ]
@@ -125,8 +125,6 @@ class Scoring:
             # The other prompts stay in the queue, and are computed again after the restart.
             self._waiting = [one for one in self._waiting if not one.done.done()]
             raise
-        except DrivetrainError as e:
-            replies = [AdapterReply(loss=0.0, error=reason(e))] * len(chosen)
         done = set(chosen)
         self._waiting = [one for one in self._waiting if one not in done]
         for one, reply in zip(chosen, replies, strict=True):
@@ -137,6 +135,23 @@ class Scoring:
                 one.done.set_exception(BadRequestError(reply.error))
             else:
                 one.done.set_result(reply)
+
+    async def _replies(self, scores: Sequence[_Score]) -> list[AdapterReply]:
+        """Compute prompts in one call; if it fails, compute each of them alone, so that only those that cause the error fail.
+
+        Raises:
+            WorkerLostError: A process died.
+        """
+        if not scores:
+            return []
+        try:
+            return list(await self._group.forward_backward([one.request for one in scores]))
+        except WorkerLostError:
+            raise
+        except DrivetrainError as e:
+            if len(scores) == 1:
+                return [AdapterReply(loss=0.0, error=reason(e))]
+        return [reply for one in scores for reply in await self._replies([one])]
 
     async def _hold(self, folder: str) -> None:
         name = _name(folder)

@@ -275,6 +275,7 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
             images,
             MAX_SAMPLES_AT_ONCE * args.samplers,
             engine.micro_batch.max_tokens,
+            settings.max_queued_mib * 2**20,
         )
         app.append(TrainingApp(settings, database, futures, training, sampling, lambda: secrets.randbelow(2**62)))
         training.published = sampling.refresh

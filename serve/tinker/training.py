@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Literal
 
 from ...engine.adapters.config import AdapterConfig
@@ -29,7 +30,7 @@ from .replay import Replay
 from .scoring import ATTEMPTS, Scoring
 from .settings import TrainingServiceSettings
 from .training_group import TrainingGroup
-from .training_queue import CREATE, FORWARD_BACKWARD, ModelQueue, QueuedRequest, RoundRobin
+from .training_queue import CREATE, FORWARD_BACKWARD, REPEATED, ModelQueue, QueuedRequest, RoundRobin
 from .turns import FairSemaphore
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,10 @@ MAX_TOKENS_AT_ONCE = 4 * PIECE_TOKENS
 """The number of tokens in one call of the training processes, after which other models and prompts get their turn."""
 MAX_PARSED_AT_ONCE = 3
 """The maximum number of requests that are parsed at the same time. Each occupies a thread, and the service needs threads for other work too."""
+STORE_RETRY_S = 1.0
+"""The pause in seconds between attempts to store a result, for example while the disk is full."""
+ENDED = "the session has ended, or the model could not be created"
+"""The error of requests that will not run."""
 MAX_RESTARTS = 8
 """The maximum number of consecutive attempts to restart the training processes. After that, the scheduler stops."""
 
@@ -90,6 +95,7 @@ class Training:
 
     async def start(self) -> None:
         """Restore all open models, and start to run requests."""
+        await self._end_leftovers()
         for row in self._database.read("SELECT id, owner FROM models WHERE state = 'open' ORDER BY created"):
             self._queues[row["id"]] = ModelQueue(row["id"], row["owner"])
         try:
@@ -98,6 +104,16 @@ class Training:
             await self._restart()
         self._operations.prepare_folders()
         self._task = asyncio.create_task(self._run())
+
+    async def _end_leftovers(self) -> None:
+        """Close the models of ended sessions, and answer requests that will not run: what a service that was killed did not get to."""
+        sql = "SELECT m.id FROM models m JOIN sessions s ON s.id = m.session WHERE m.state = 'open' AND s.finished = 1"
+        await self.end([row["id"] for row in self._database.read(sql)])
+        lost = (
+            "UPDATE futures SET state = 'json', payload = ?, created = ? WHERE state = 'pending' AND id NOT IN (SELECT future FROM samples) "
+            "AND id NOT IN (SELECT r.future FROM requests r JOIN models m ON m.id = r.model WHERE m.state = 'open' AND r.outcome = 'pending')"
+        )
+        await asyncio.wrap_future(self._database.execute((lost, (failure(ENDED, category="user"), time.time()))))
 
     async def close(self) -> None:
         """Stop running requests. The waiting ones are on disk, and run after the next start."""
@@ -182,7 +198,20 @@ class Training:
         row = (
             "INSERT OR IGNORE INTO models (id, session, owner, base, config, source, source_path, source_optimizer, metadata, created, "
             "seen, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (model, session, owner, base, settings, source, path, int(optimizer), json.dumps(metadata), now, now, state),
+            (
+                model,
+                session,
+                owner,
+                base,
+                settings,
+                source,
+                path,
+                int(optimizer),
+                json.dumps(None if error else metadata),
+                now,
+                now,
+                state,
+            ),
         )
         request = QueuedRequest(0, CREATE, new_future_id("create"), len(body), error=error)
         queue = self._queues.get(model) or ModelQueue(model, owner)
@@ -199,11 +228,6 @@ class Training:
             if self._queues.get(model) is queue:
                 del self._queues[model]
             raise
-        if error and future == request.future:
-            await asyncio.wrap_future(
-                self._database.execute(self._futures.finished(future, "json", failure(error, category="user")))
-            )
-            self._futures.wake(future)
         self._wake.set()
         return model, future
 
@@ -228,13 +252,10 @@ class Training:
         if (earlier := self._known(model, seq, kind, body)) is not None:
             return earlier
         request = QueuedRequest(seq, kind, new_future_id(kind), len(body))
-        # Other requests have no tensors, and are never refused because of the limit: optimizer steps are needed to get below
-        # it.
-        if kind != FORWARD_BACKWARD:
-            return await self._take(queue, request, body)
-        # In a thread, because parsing a large body would block the event loop for all other clients.
-        request.dense = await asyncio.to_thread(self._passes.dense_size, body)
-        self._check_room(owner, request)
+        if kind == FORWARD_BACKWARD:
+            # In a thread, because parsing a large body would block the event loop for all other clients.
+            request.dense = await asyncio.to_thread(self._passes.dense_size, body)
+        self._check_room(queue, request)
         # Counted here until the queue counts it, because other requests of the key may arrive while this one is parsed and
         # written to disk.
         self._arriving[owner].append(request)
@@ -245,24 +266,32 @@ class Training:
             if not self._arriving[owner]:
                 del self._arriving[owner]
 
-    def _check_room(self, owner: str, request: QueuedRequest) -> None:
+    def _check_room(self, queue: ModelQueue, request: QueuedRequest) -> None:
         """Check that the requests of a key leave room for another one.
 
         Raises:
             BadRequestError: Together they exceed `max_queued_mib`.
         """
-        queues = [other for other in self._queues.values() if other.owner == owner]
-        arriving = self._arriving.get(owner, [])
+        queues = [other for other in self._queues.values() if other.owner == queue.owner]
+        arriving = self._arriving.get(queue.owner, [])
         queued = sum(other.logged for other in queues) + sum(other.size for other in arriving)
         dense = sum(other.dense for other in queues) + sum(other.dense for other in arriving)
-        if queued + request.size > self._settings.max_queued_mib * 2**20:
+        limit = self._settings.max_queued_mib * 2**20
+        # Clients may send requests in any order. If requests that wait for a missing one have used up the limit, the missing one
+        # must be accepted nevertheless, or none of them could ever run. A second limit keeps the bodies on disk bounded.
+        is_next, is_pass = request.seq == queue.next_seq, request.kind == FORWARD_BACKWARD
+        is_missing = is_next and bool(queue.waiting)
+        most = limit if is_pass and not is_missing else 2 * limit
+        # An optimizer step leads to a saved state, after which bodies are deleted, so its turn must come. The bodies of other
+        # requests that are not passes are deleted when they have run.
+        if queued + request.size > most and (is_pass or not is_next):
             raise BadRequestError(
                 f"this key has {queued} bytes of requests whose effects are not saved yet, and this request adds {request.size}: more than "
                 f"--max-queued-mib={self._settings.max_queued_mib:g}; send optim_step, after which the state is saved, or send smaller requests",
                 status=429,
             )
         # A single request may exceed the limit if no other one waits; otherwise it could never be sent.
-        if dense and dense + request.dense > self._settings.max_queued_mib * 2**20:
+        if dense and dense + request.dense > limit and not is_missing:
             raise BadRequestError(
                 f"the waiting requests of this key take {dense} bytes as tensors, and this request adds {request.dense}: more than "
                 f"--max-queued-mib={self._settings.max_queued_mib:g}; if a request with a lower seq_id is missing, send it, and wait for results",
@@ -336,6 +365,9 @@ class Training:
             (queue.model, request.seq, request.kind, body, digest, request.future),
         )
         statements = [row, *more, self._futures.row(request.future, queue.owner, request.kind)]
+        is_refused = request.kind == CREATE and bool(request.error)
+        if is_refused:
+            statements.append(self._futures.finished(request.future, "json", failure(request.error, category="user")))
 
         def change(connection: sqlite3.Connection) -> None:
             if session:
@@ -345,6 +377,12 @@ class Training:
                 (finished,) = connection.execute(sql, (session,)).fetchone()
                 if finished:
                     raise BadRequestError(f"the session {session} has ended", status=410)
+            if request.kind != CREATE:
+                # In the transaction too: a request is either refused here, or answered by the transaction that closes its model.
+                row = connection.execute("SELECT state FROM models WHERE id = ?", (queue.model,)).fetchone()
+                if row is None or row[0] != "open":
+                    raise BadRequestError(f"there is no model {queue.model[:200]!r}; its session has ended", status=404)
+            connection.execute("UPDATE models SET seen = ? WHERE id = ?", (time.time(), queue.model))
             for sql, values in statements:
                 connection.execute(sql, values)
 
@@ -355,24 +393,13 @@ class Training:
             earlier = self._known(queue.model, request.seq, request.kind, body)
             assert earlier is not None
             return earlier
-        if request.kind == CREATE and request.error:
-            return request.future
-        if self._queues.get(queue.model) is not queue:
-            # The model has ended in the meantime.
-            await self._answer_all([request], "the session has ended, or the model could not be created")
-        elif request.seq >= queue.next_seq and request.seq not in queue.waiting:
-            # Not if the model was restored from the database in the meantime: then this request is queued, or has run.
+        # Not if the model has ended in the meantime, which has answered the request, or was restored from the database: then the
+        # request is queued, or has run.
+        is_open = self._queues.get(queue.model) is queue and not is_refused
+        if is_open and request.seq >= queue.next_seq and request.seq not in queue.waiting:
             queue.waiting[request.seq] = request
             queue.logged += request.size
         return request.future
-
-    async def _answer_all(self, requests: Sequence[QueuedRequest], message: str) -> None:
-        """Store an error as the result of requests that will not run."""
-        error = failure(message, category="user")
-        statements = [self._futures.finished(request.future, "json", error) for request in requests]
-        if statements:
-            await asyncio.wrap_future(self._database.execute(*statements))
-            self._futures.wake(*(request.future for request in requests))
 
     async def end(self, models: Sequence[str]) -> None:
         """End models, whose sessions have ended or which cannot be restored. Their waiting requests get an error as their result.
@@ -381,26 +408,28 @@ class Training:
             models: The ids of the models.
         """
         for model in models:
-            queue = self._queues.get(model)
-            if queue is None:
-                continue
-            row = self._database.one("SELECT saved_folder FROM models WHERE id = ?", model)
             # Before the first `await`, so that new requests do not find the model. Another model may be created from now on, and
             # `_advance` frees this one in the processes before that.
-            del self._queues[model]
+            queue = self._queues.pop(model, None)
+            if queue is not None:
+                queue.waiting.clear()
             self._ended.append((model, ""))
-            waiting = list(queue.waiting.values())
-            queue.waiting.clear()
-            await self._answer_all(waiting, "the session has ended")
-            await asyncio.wrap_future(
-                self._database.execute(
-                    ("UPDATE models SET state = 'closed', saved_folder = '' WHERE id = ?", (model,)),
-                    ("DELETE FROM requests WHERE model = ?", (model,)),
-                )
-            )
+            folder, futures = await asyncio.wrap_future(self._database.write(partial(self._close_model, model)))
+            self._futures.wake(*futures)
             # The folder is removed later by `_run`: only it calls the processes, and it may be in the middle of a call.
-            self._ended.append((model, row["saved_folder"] if row else ""))
+            self._ended.append((model, folder))
         self._wake.set()
+
+    def _close_model(self, model: str, connection: sqlite3.Connection) -> tuple[str, list[str]]:
+        """Close a model and answer its waiting requests; return the folder of its state and the ids of the results, to be woken."""
+        row = connection.execute("SELECT saved_folder FROM models WHERE id = ?", (model,)).fetchone()
+        sql = "SELECT future FROM requests WHERE model = ? AND outcome = 'pending'"
+        futures = [future for (future,) in connection.execute(sql, (model,))]
+        for future in futures:
+            connection.execute(*self._futures.finished(future, "json", failure(ENDED, category="user")))
+        connection.execute("UPDATE models SET state = 'closed', saved_folder = '' WHERE id = ?", (model,))
+        connection.execute("DELETE FROM requests WHERE model = ?", (model,))
+        return (row[0] if row else ""), futures
 
     # ---- running requests --------------------------------------------------------------------------------------------
 
@@ -547,11 +576,11 @@ class Training:
             # A step whose gradient is not finite has dropped the gradient, which must be repeated after a restart.
             is_dropped = isinstance(e, NonFiniteError) or isinstance(e.__cause__, NonFiniteError)
             category: Literal["user", "server"] = "server" if isinstance(e, OSError) else "user"
-            outcome = "done" if is_dropped else "failed"
+            outcome = "dropped" if is_dropped else "failed"
             await self._finish(queue, request, failure(reason(e), category=category), "json", outcome=outcome)
-            is_partial = self._group.is_full and request.kind == "load_weights"
-            if is_partial or (request.kind == "optim_step" and not is_dropped):
-                # It is not known what the step or the load has changed before it failed.
+            if request.kind in ("load_weights", "optim_step") and not is_dropped:
+                # It is not known what the step or the load has changed before it failed. A load may even have succeeded, and the state
+                # after it could not be saved.
                 await self._restore_or_end(queue.model)
             return
         try:
@@ -580,30 +609,52 @@ class Training:
         done: list[Statement] = [
             ("UPDATE requests SET outcome = ? WHERE model = ? AND seq = ?", (outcome, queue.model, request.seq))
         ]
-        if request.forward_only:
-            # A forward pass is not repeated after a restart, so its body is not needed.
+        if request.forward_only or request.kind not in REPEATED or outcome == "failed":
+            # Not repeated after a restart, so the body is not needed.
             done.append(("UPDATE requests SET body = NULL WHERE model = ? AND seq = ?", (queue.model, request.seq)))
-            queue.logged -= request.size
-        if request.kind == CREATE and outcome == "failed":
-            done.append(("UPDATE models SET state = 'closed' WHERE id = ?", (queue.model,)))
+            # A load has saved the state, so that its body does not count any more.
+            queue.logged -= 0 if request.loads else request.size
         finished = self._futures.finished(request.future, state, payload)
+        is_refused = request.kind == CREATE and outcome == "failed"
+
+        def change(connection: sqlite3.Connection) -> list[str]:
+            for sql, values in (*done, finished, *more):
+                connection.execute(sql, values)
+            if not is_refused:
+                return []
+            # The requests behind a creation that failed will not run.
+            connection.execute("UPDATE models SET state = 'closed' WHERE id = ?", (queue.model,))
+            sql = "SELECT future FROM requests WHERE model = ? AND outcome = 'pending'"
+            behind = [future for (future,) in connection.execute(sql, (queue.model,))]
+            for future in behind:
+                connection.execute(*self._futures.finished(future, "json", failure(ENDED, category="user")))
+            return behind
+
         # The result and its effects are one transaction. The queue advances and the client is woken only after it.
-        await asyncio.wrap_future(self._database.execute(*done, finished, *more))
+        futures = await self._store(change)
         # If the session has ended in the meantime, the queue is empty.
         if request.seq in queue.waiting:
             queue.done(request)
         self._lost.pop(request.future, None)
         if request.publishes:
             self.published(queue.model)
-        self._futures.wake(request.future)
-        if request.kind == CREATE and outcome == "failed":
+        self._futures.wake(request.future, *futures)
+        if is_refused:
             if self._queues.get(queue.model) is queue:
                 del self._queues[queue.model]
-            waiting = list(queue.waiting.values())
             queue.waiting.clear()
-            await self._answer_all(waiting, "the model could not be created")
             self._ended.append((queue.model, ""))
             self._wake.set()
+
+    async def _store(self, change: Callable[[sqlite3.Connection], list[str]]) -> list[str]:
+        """Make a change of the database; if the disk is full or the database is locked, try again until it works."""
+        while True:
+            try:
+                return await asyncio.wrap_future(self._database.write(change))
+            except sqlite3.OperationalError as e:
+                # The processes have computed the request already. An error here would lose it, or end the service for all users.
+                log.error("a result cannot be stored (%s); it is tried again every %g s", e, STORE_RETRY_S)
+                await asyncio.sleep(STORE_RETRY_S)
 
     # ---- recovery ----------------------------------------------------------------------------------------------------
 

@@ -4,16 +4,20 @@ A forward or backward pass is split into pieces, so that a long request does not
 itself, so its pieces are the same whatever else is pending.
 """
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...engine.packing.batch import PackedBatch
 from ...losses.traced_loss import TracedLoss
 from ...workers.roles.adapters import AdapterReply, AdapterRequest
+from .turns import round_robin
 
 CREATE, FORWARD_BACKWARD = "create_model", "forward_backward"
 """The operations that create a model, and that run a forward or backward pass."""
+REPEATED = (CREATE, FORWARD_BACKWARD, "optim_step")
+"""The operations that are repeated after a restart, in their order, to restore a model. Loads are not: the state is saved after each of them."""
 
 
 @dataclass(eq=False)
@@ -88,6 +92,10 @@ class ModelQueue:
         self.next_seq = request.seq + 1
 
 
+Piece = tuple[ModelQueue, QueuedRequest, AdapterRequest]
+"""A piece of a request, with the queue of its model and the request."""
+
+
 def pieces_of(batch: PackedBatch, most: int, documents: int | None = None) -> Iterator[PackedBatch]:
     """Yield a batch in pieces of consecutive documents.
 
@@ -109,7 +117,7 @@ def pieces_of(batch: PackedBatch, most: int, documents: int | None = None) -> It
 
 
 class RoundRobin:
-    """Chooses the pieces that are computed next, round-robin over the models.
+    """Chooses the pieces that are computed next, round-robin over the keys, and over the models of each key.
 
     Args:
         tokens: The number of tokens after which no further piece is chosen.
@@ -117,37 +125,38 @@ class RoundRobin:
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
-        self._last = ""
+        self._last_owner = ""
+        self._last: dict[str, str] = {}
+        """For each key, the model that was served last."""
 
-    def take(self, queues: dict[str, ModelQueue]) -> list[tuple[ModelQueue, QueuedRequest, AdapterRequest]]:
+    def take(self, queues: Mapping[str, ModelQueue]) -> list[Piece]:
         """Return the pieces to compute in the next call, each with its queue and request. The queues are not changed.
 
-        Only the next request of each model is considered. In each round every model gets one piece, beginning after the model that was
-        served last, until the limit of tokens is reached.
+        Only the next request of each model is considered. In each round every key gets one piece, beginning after the key that was
+        served last, until the limit of tokens is reached. The models of a key take turns in the same way.
 
         Args:
             queues: The queues by model.
         """
-        ready = [(queue, request) for queue in queues.values() if (request := queue.ready()) is not None and request.pieces]
-        names = [queue.model for queue, _ in ready]
-        begin = names.index(self._last) + 1 if self._last in names else 0
-        ready = ready[begin:] + ready[:begin]
-        chosen: list[tuple[ModelQueue, QueuedRequest, AdapterRequest]] = []
+        by_owner: defaultdict[str, list[Piece]] = defaultdict(list)
+        for queue in queues.values():
+            request = queue.ready()
+            by_owner[queue.owner] += [(queue, request, piece) for piece in request.pieces] if request is not None else []
+        self._last = {owner: model for owner, model in self._last.items() if owner in by_owner}
+        ordered = [
+            piece
+            for owner, pieces in by_owner.items()
+            for piece in round_robin(pieces, [queue.model for queue, _, _ in pieces], self._last.get(owner, ""))
+        ]
+        chosen: list[Piece] = []
         left = self._tokens
-        depth = 0
-        while ready and left > 0:
-            # In round `depth`, each model gets its piece of this index, so that a long request cannot use up the limit of
-            # tokens before the other models have a piece.
-            with_more = [(queue, request) for queue, request in ready if depth < len(request.pieces)]
-            if not with_more:
+        for piece in round_robin(ordered, [queue.owner for queue, _, _ in ordered], self._last_owner):
+            if left <= 0:
                 break
-            for queue, request in with_more:
-                if left <= 0:
-                    break
-                chosen.append((queue, request, request.pieces[depth]))
-                left -= _cost(request.pieces[depth])
-                self._last = queue.model
-            depth += 1
+            queue = piece[0]
+            chosen.append(piece)
+            left -= _cost(piece[2])
+            self._last_owner, self._last[queue.owner] = queue.owner, queue.model
         return chosen
 
 

@@ -55,10 +55,20 @@ class Service:
         training: What trains.
         http: The client.
         database: The database.
+        sampling: What samples.
+        cleanup: What ends silent sessions from time to time.
     """
 
-    def __init__(self, training: Training, http: httpx.AsyncClient, database: Database) -> None:
+    def __init__(
+        self,
+        training: Training,
+        http: httpx.AsyncClient,
+        database: Database,
+        sampling: SamplingService,
+        cleanup: "asyncio.Task[None]",
+    ) -> None:
         self.training, self.http, self.database = training, http, database
+        self.sampling, self.cleanup = sampling, cleanup
 
     async def post(self, path: str, body: Any, *, key: str = KEY, status: int = 200, **headers: str) -> Any:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -141,6 +151,7 @@ async def running(
         weights or AdapterSnapshots(replicas, 4),
         images,
         longest=128,
+        most_bytes=options.max_queued_mib * 2**20,
     )
     app.append(TrainingApp(options, database, futures, training, sampling, lambda: 7))
     await group.start()
@@ -150,7 +161,7 @@ async def running(
         await sampling.start()
         transport = httpx.ASGITransport(app[0].build())  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
-            yield Service(training, http, database)
+            yield Service(training, http, database, sampling, house)
     finally:
         house.cancel()
         await sampling.close()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from drivetrain.engine.errors import WorkerLostError
+from drivetrain.losses.token_sums import TokenSumLoss
 from drivetrain.losses.traced_loss import TracedLoss
 from drivetrain.serve.openai.replicas import Replicas
 from drivetrain.serve.tinker.training_queue import ModelQueue, QueuedRequest, RoundRobin, pieces_of
@@ -96,6 +97,24 @@ def test_pieces_of_traced_losses_are_as_long_as_they_compute() -> None:
     turns = RoundRobin(4096)
     assert [queue.model for queue, _, _ in turns.take(queues)] == ["a", "b"]
     assert [queue.model for queue, _, _ in RoundRobin(4000).take(queues)] == ["a"]
+
+
+def test_keys_take_turns_however_many_models_one_of_them_has() -> None:
+    queues = {}
+    for name, owner, count in (("a1", "a", 3), ("a2", "a", 2), ("a3", "a", 2), ("b1", "b", 3)):
+        one = packed([{"tokens": [1, 2], "targets": [1, 2], "loss_weights": [1.0, 1.0]}])
+        pieces = [AdapterRequest(adapter=name, batch=one, loss=TokenSumLoss("cross_entropy")) for _ in range(count)]
+        queues[name] = ModelQueue(model=name, owner=owner)
+        queues[name].waiting[0] = QueuedRequest(0, "forward_backward", f"future-{name}", 1, pieces=pieces)
+
+    def taken(turns: RoundRobin) -> str:
+        return " ".join(queue.model for queue, _, _ in turns.take(queues))
+
+    turns = RoundRobin(8)
+    assert taken(turns) == "a1 b1 a2 b1"
+    # Every key continues after the model of its last piece.
+    assert taken(turns) == "a3 b1 a1 b1"
+    assert taken(RoundRobin(1000)) == "a1 b1 a2 b1 a3 b1 a1 a2 a3 a1"
 
 
 def order_of(slots: int, adapters: int, requests: str) -> str:
