@@ -1,4 +1,4 @@
-"""The table of commands, which `drivetrain --help`, the dispatch to modules and the trainers' own command lines are built from."""
+"""The table of commands, from which `drivetrain --help`, the dispatch to modules and the trainers' command lines are built."""
 
 from dataclasses import dataclass
 
@@ -96,7 +96,7 @@ COMMANDS = {
     ),
     "demo": Command(
         "trainers.demo.demo_command",
-        "train, export and query a tiny model on a built-in toy task: dpo, rm, sft, grpo, vision or tinker; prompts FOLDER only writes its files",
+        "train, export and query a tiny model on a built-in toy task: dpo, rm, sft, grpo, vision or tinker; prompts FOLDER only writes prompts and an untrained model",
     ),
     "parity": Command("trainers.parity.parity_command", "compare engines and layouts with plain Hugging Face, step by step"),
     "merge": _checkpoint_tool("convert a checkpoint from any engine and layout into a Hugging Face folder"),

@@ -126,14 +126,14 @@ def choices_table(registry: LossRegistry[Any], section: str) -> str:
 
 
 def pairs_table() -> str:
-    """Return the table of losses of pairs, with that of single answers."""
+    """Return the table of losses of pairs, with that of single completions."""
     lines = ["| `dpo.loss` | loss of a pair | further settings | paper |", "|---|---|---|---|"]
     for name, spec in PAIR_LOSSES.all().items():
         settings = ", ".join(f"`{setting}`" for setting in sorted(spec.reads))
         lines.append(f"| `{name}` | {spec.summary} | {settings} | {linked(spec.paper)} |")
     paper = linked(KTO_PAPER)
     lines.append(
-        f"| `kto` | of one completion: w (1 - s(± beta (r - z0))) | `desirable_weight`, `undesirable_weight` | {paper} |"
+        f"| `kto` | of one completion with the log-ratio u: w (1 - s(beta (u - z0))) if it is desirable, w (1 - s(beta (z0 - u))) if not; the weight w of each kind is a setting | `desirable_weight`, `undesirable_weight` | {paper} |"
     )
     return "\n".join(lines)
 

@@ -4,7 +4,9 @@ One thread makes all changes, and combines pending ones into one transaction. Wh
 disk. Queries are short, and run in the thread of the caller.
 """
 
+import asyncio
 import fcntl
+import logging
 import queue
 import sqlite3
 import threading
@@ -16,6 +18,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...engine.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 _SCHEMA = """
@@ -56,6 +60,8 @@ FORMAT = "2"
 """The version of the tables above. A database with another version is refused."""
 _AT_ONCE = 256
 """The maximum number of changes in one transaction."""
+STORE_RETRY_S = 1.0
+"""The pause in seconds between attempts to store a result, for example while the disk is full."""
 PATIENCE_S = 300.0
 """The maximum time in seconds that a change waits while another program has locked the database."""
 
@@ -175,6 +181,21 @@ class Database:
         future: Future[R] = Future()
         self._queue.put((change, future))
         return future
+
+    async def persist(self, change: Callable[[sqlite3.Connection], R]) -> R:
+        """Make a change, and wait until it is on disk. While the disk is full or the database is locked, try again.
+
+        For results of requests that have been computed: an error would lose them, or end the service for all users.
+
+        Args:
+            change: As in `write`.
+        """
+        while True:
+            try:
+                return await asyncio.wrap_future(self.write(change))
+            except sqlite3.OperationalError as e:
+                log.error("a result cannot be stored (%s); it is tried again every %g s", e, STORE_RETRY_S)
+                await asyncio.sleep(STORE_RETRY_S)
 
     def execute(self, *statements: tuple[str, Sequence[Any]]) -> "Future[None]":
         """Execute SQL statements as one change.

@@ -354,7 +354,7 @@ class SamplingService:
                 number = "UPDATE samples SET body = NULL, completed = (SELECT completed FROM samplers WHERE id = ?) WHERE future = ?"
                 connection.execute(number, (sampler, future))
 
-        await asyncio.wrap_future(self._database.write(change))
+        await self._database.persist(change)
         self._uncount(future)
         # After the write, because the waiting requests that this wakes read the database.
         self._futures.wake(future)

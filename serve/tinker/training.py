@@ -39,8 +39,6 @@ MAX_TOKENS_AT_ONCE = 4 * PIECE_TOKENS
 """The number of tokens in one call of the training processes, after which other models and prompts get their turn."""
 MAX_PARSED_AT_ONCE = 3
 """The maximum number of requests that are parsed at the same time. Each occupies a thread, and the service needs threads for other work too."""
-STORE_RETRY_S = 1.0
-"""The pause in seconds between attempts to store a result, for example while the disk is full."""
 ENDED = "the session has ended, or the model could not be created"
 """The error of requests that will not run."""
 MAX_RESTARTS = 8
@@ -631,7 +629,7 @@ class Training:
             return behind
 
         # The result and its effects are one transaction. The queue advances and the client is woken only after it.
-        futures = await self._store(change)
+        futures = await self._database.persist(change)
         # If the session has ended in the meantime, the queue is empty.
         if request.seq in queue.waiting:
             queue.done(request)
@@ -645,16 +643,6 @@ class Training:
             queue.waiting.clear()
             self._ended.append((queue.model, ""))
             self._wake.set()
-
-    async def _store(self, change: Callable[[sqlite3.Connection], list[str]]) -> list[str]:
-        """Make a change of the database; if the disk is full or the database is locked, try again until it works."""
-        while True:
-            try:
-                return await asyncio.wrap_future(self._database.write(change))
-            except sqlite3.OperationalError as e:
-                # The processes have computed the request already. An error here would lose it, or end the service for all users.
-                log.error("a result cannot be stored (%s); it is tried again every %g s", e, STORE_RETRY_S)
-                await asyncio.sleep(STORE_RETRY_S)
 
     # ---- recovery ----------------------------------------------------------------------------------------------------
 

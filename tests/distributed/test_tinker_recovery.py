@@ -14,7 +14,7 @@ import pytest
 from drivetrain.engine.conformance.tiny import save_tiny_model
 from drivetrain.engine.errors import DrivetrainError, WorkerError
 from drivetrain.engine.packing.convert import from_lists
-from drivetrain.serve.tinker import training as training_module
+from drivetrain.serve.tinker import database as database_module
 from drivetrain.serve.tinker.scoring import Scoring
 from drivetrain.serve.tinker.training_group import TrainingGroup
 from drivetrain.workers.roles.adapters import AdapterReply
@@ -315,7 +315,7 @@ def test_a_refused_creation_has_its_result_with_the_request(model: Path) -> None
 
 
 def test_a_result_that_cannot_be_stored_is_stored_later(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_module, "STORE_RETRY_S", 0.01)
+    monkeypatch.setattr(database_module, "STORE_RETRY_S", 0.01)
 
     async def test(service: Service) -> None:
         name = await service.model(await service.session())
