@@ -16,6 +16,8 @@ from .. import messages
 
 Send = Callable[[str, str, bytes, dict[str, str]], tuple[int, str, bytes]]
 """Sends a request with a method, a path, a body and headers; returns the status, the content type and the body of the response."""
+Decode = Callable[[Sequence[int]], str]
+"""Returns the text of tokens."""
 PREFIX = "/api/v1"
 SECONDS = 120.0
 """Seconds after which a request or a result times out."""
@@ -108,10 +110,11 @@ class Connection:
         key: The API key of the user.
         base: The name of the base model.
         full: Whether to train all weights of one model at a time (rank 0), instead of adapters.
+        decode: Returns the text of tokens; None if the tokenizer of the model is not available.
     """
 
-    def __init__(self, send: Send, key: str, base: str, *, full: bool = False) -> None:
-        self._send, self._key, self.base, self._full = send, key, base, full
+    def __init__(self, send: Send, key: str, base: str, *, full: bool = False, decode: Decode | None = None) -> None:
+        self._send, self._key, self.base, self._full, self.decode = send, key, base, full, decode
         self._models = self._samplers = 0
         self.session = str(
             self.post("/create_session", {"tags": [], "sdk_version": "0.38.0", "type": "create_session"})["session_id"]
@@ -295,6 +298,14 @@ class Model:
         """Send a forward_backward request, and wait for its result."""
         return self.passed(self.send(data, loss, **options))
 
+    def accepts(self, data: Sequence[Datum], loss: str) -> bool:
+        """Return whether the service has a loss. The model cannot be used afterward, because the refusal may not count as a request."""
+        try:
+            self.run(data, loss, forward_only=True)
+        except ServiceConformanceError:
+            return False
+        return True
+
     def step(self, *, wait: bool = True, seq: int | None = None, **params: float) -> Any:
         """Send an optim_step request; return its result, or its future if `wait` is false.
 
@@ -362,19 +373,14 @@ class SamplerHandle:
     def __init__(self, connection: Connection, name: str) -> None:
         self.connection, self.name, self._seq = connection, name, 0
 
-    def sample(
-        self, prompt: Sequence[int], *, samples: int = 1, prompt_log_probs: bool = False, **params: Any
-    ) -> tuple[list[SampledCompletion], list[float]]:
-        """Sample completions of a prompt.
+    def send(self, prompt: Sequence[int], *, samples: int = 1, prompt_log_probs: bool = False, **params: Any) -> Any:
+        """Send a request for completions of a prompt; return its future.
 
         Args:
             prompt: The token ids of the prompt.
             samples: The number of completions.
             prompt_log_probs: Whether to compute the log-probabilities of the prompt.
             params: The sampling parameters that differ from the defaults.
-
-        Returns:
-            The completions, and the log-probabilities of the prompt; these are empty if they were not requested.
         """
         body = {
             "num_samples": samples,
@@ -389,6 +395,10 @@ class SamplerHandle:
         future = self.connection.post("/asample", body)
         ids = future.get("sample_sequence_ids", [])
         expect(len(ids) == samples, f"asample returned {len(ids)} sample_sequence_ids for num_samples={samples}")
+        return future
+
+    def sampled(self, future: Any, samples: int = 1) -> tuple[list[SampledCompletion], list[float]]:
+        """Wait for the result of `send` with this number of completions, and return it as `sample` does."""
         answer = self.connection.result(future)
         expect(isinstance(answer, bytes), f"a sample request failed: {answer}")
         response = messages.SampleResponse.FromString(answer)
@@ -402,6 +412,21 @@ class SamplerHandle:
         ]
         expect(len(completions) == samples, f"there are {len(completions)} completions for num_samples={samples}")
         return completions, np.frombuffer(response.prompt_logprobs, dtype="<f4").tolist()
+
+    def sample(
+        self, prompt: Sequence[int], *, samples: int = 1, **options: Any
+    ) -> tuple[list[SampledCompletion], list[float]]:
+        """Sample completions of a prompt.
+
+        Args:
+            prompt: The token ids of the prompt.
+            samples: The number of completions.
+            options: The other arguments of `send`.
+
+        Returns:
+            The completions, and the log-probabilities of the prompt; these are empty if they were not requested.
+        """
+        return self.sampled(self.send(prompt, samples=samples, **options), samples)
 
     def log_probs(self, tokens: Sequence[int]) -> list[float]:
         """Return the log-probabilities of all tokens of a prompt except the first."""
