@@ -211,7 +211,7 @@ def test_the_bits_are_the_same_on_two_data_parallel_ranks(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "count"), [({}, 100), ({"dp_replicate": 2, "dp_shard": 1}, 25)])
 def test_the_bits_are_the_same_in_many_mixtures_on_shards_and_replicas(
-    tmp_path: Path, layout: dict[str, int], count: int
+    tmp_path: Path, layout: dict[str, Any], count: int
 ) -> None:
     folder = str(save_tiny_model(tmp_path / "model", "llama"))
     assert run_ranks(mixtures, 2, folder, count, True, ParallelConfig(**layout)) == [0, 0]
@@ -240,7 +240,7 @@ def differences_in_company(folder: str, settings: dict[str, Any], count: int) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "layout"), [("fsdp", {"cp": 2}), ("mcore", {"tp": 2}), ("mcore", {"cp": 2})])
-def test_company_changes_less_than_a_millionth_elsewhere(tmp_path: Path, backend: str, layout: dict[str, int]) -> None:
+def test_company_changes_less_than_a_millionth_elsewhere(tmp_path: Path, backend: str, layout: dict[str, Any]) -> None:
     """In layouts without `engine.invariant`, where products of other shapes round differently."""
     folder = str(save_tiny_model(tmp_path / "model", "llama"))
     settings = {"backend": backend, "parallel": ParallelConfig(**layout)}

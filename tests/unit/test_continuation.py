@@ -110,12 +110,12 @@ def test_what_depends_on_the_answer_is_refused() -> None:
         "{{ m.content }}", "{{ m.content }}{% if m.role == 'tool' %}{{ messages[1].content | length }}{% endif %}"
     )
     _, behind = continuation(template)
-    with pytest.raises(DataError, match=r"after one answer and .* after another"):
+    with pytest.raises(DataError, match=r"after one completion and .* after another"):
         behind.tokens([RESULT], 0)
     # One that renders the end of an answer in another way when something follows.
     template = CHATML.replace("{{ m.content }}", "{{ m.content if loop.last else m.content | upper }}")
     _, behind = continuation(template)
-    with pytest.raises(DataError, match="renders the end of an answer"):
+    with pytest.raises(DataError, match="renders the end of a completion"):
         behind.tokens([RESULT], 0)
 
 

@@ -156,7 +156,7 @@ def test_a_template_whose_prompt_is_no_part_of_the_answer_is_refused() -> None:
     tokenizer = with_template(FORGETFUL.replace("<assistant>{% endif %}", "<assistant>5{% endif %}"))
     with pytest.raises(
         DataError,
-        match=r"row: the chat template begins the answer of message 2 with '.*<assistant>5' in the generation prompt",
+        match=r"row: the chat template begins the completion of message 2 with '.*<assistant>5' in the generation prompt",
     ):
         chat(CHAT, tokenizer)
 
@@ -363,7 +363,7 @@ def test_generation_marks_are_taken_at_their_word() -> None:
         MARKED.replace("{% endgeneration %}<end>", "<end>{% endgeneration %}").replace("'<' + m['role'] + '>'", "''")
     )
     twice = [*CHAT[:1], {**CHAT[1], "train": False}, CHAT[3]]
-    with pytest.raises(DataError, match="marks 1 spans as generated for 2 answers"):
+    with pytest.raises(DataError, match="marks 1 spans as generated for 2 completions"):
         chat(twice, merged)
 
 

@@ -592,7 +592,7 @@ def test_chats_whose_answers_came_apart_are_counted(tmp_path: Path, cache: dict[
     chat = [*CHAT, *question(10, 5), {"role": "assistant", "content": "15"}]
     path = write_rows(tmp_path / "a.jsonl", [{"messages": chat}, {"messages": CHAT}])
     apart = load([path], cache, turns="per_turn")
-    assert [s.name for s in every(apart)] == [f"{path}:1 (answer 1)", f"{path}:1 (answer 2)", f"{path}:2"]
+    assert [s.name for s in every(apart)] == [f"{path}:1 (completion 1)", f"{path}:1 (completion 2)", f"{path}:2"]
     assert (apart.sizes, apart.split_chats) == ([3], [1])
     assert load([path], cache).split_chats == [0]
 
