@@ -200,6 +200,10 @@ def _check_literal(section: Mapping[str, Any], prefix: str) -> None:
                     )
 
 
+_RENAMED = {"generate": "eval_completions", "generate_tokens": "eval_max_tokens"}
+"""The settings `trainer.*` of older bundles, and their names now."""
+
+
 def settings_of(bundle: Bundle) -> tuple[dict[str, Any], list[str]]:
     """Return the settings of a bundle without those that would run code, and the names of the removed ones.
 
@@ -219,6 +223,10 @@ def settings_of(bundle: Bundle) -> tuple[dict[str, Any], list[str]]:
                 clean(value, f"{prefix}{name}.")
 
     clean(settings, "")
+    trainer = settings["trainer"]
+    for old, new in _RENAMED.items():
+        if old in trainer:
+            trainer[new] = trainer.pop(old)
     _check_literal(settings, "")
     # A name with a colon is module:function, and using it would import the module.
     functions = [name for name in settings["rewards"]["use"] if ":" in name]
