@@ -231,9 +231,7 @@ class TrainingApp:
         idle_since = time.time() - self._settings.session_s
         for row in self._database.read("SELECT id FROM sessions WHERE finished = 0 AND seen < ?", idle_since):
             await self.end_session(row["id"])
-        # Models whose session has ended, but which could not be ended then, for example because the disk was full.
-        sql = "SELECT m.id FROM models m JOIN sessions s ON s.id = m.session WHERE m.state = 'open' AND s.finished = 1"
-        await self._training.end([row["id"] for row in self._database.read(sql)])
+        await self._training.end_leftovers()
         await self._checkpoints.remove_expired()
         await self._checkpoints.remove_samplers(idle_since)
         await self._checkpoints.remove_published(idle_since, self._sampling.folders_in_use)

@@ -93,7 +93,13 @@ class Training:
 
     async def start(self) -> None:
         """Restore all open models, and start to run requests."""
-        await self._end_leftovers()
+        await self.end_leftovers()
+        # Requests that will not run, and that a service that was killed did not answer.
+        lost = (
+            "UPDATE futures SET state = 'json', payload = ?, created = ? WHERE state = 'pending' AND id NOT IN (SELECT future FROM samples) "
+            "AND id NOT IN (SELECT r.future FROM requests r JOIN models m ON m.id = r.model WHERE m.state = 'open' AND r.outcome = 'pending')"
+        )
+        await asyncio.wrap_future(self._database.execute((lost, (failure(ENDED, category="user"), time.time()))))
         for row in self._database.read("SELECT id, owner FROM models WHERE state = 'open' ORDER BY created"):
             self._queues[row["id"]] = ModelQueue(row["id"], row["owner"])
         try:
@@ -103,15 +109,10 @@ class Training:
         self._operations.prepare_folders()
         self._task = asyncio.create_task(self._run())
 
-    async def _end_leftovers(self) -> None:
-        """Close the models of ended sessions, and answer requests that will not run: what a service that was killed did not get to."""
+    async def end_leftovers(self) -> None:
+        """End the models whose session has ended, but which were not ended then: the service was killed, or the disk was full."""
         sql = "SELECT m.id FROM models m JOIN sessions s ON s.id = m.session WHERE m.state = 'open' AND s.finished = 1"
         await self.end([row["id"] for row in self._database.read(sql)])
-        lost = (
-            "UPDATE futures SET state = 'json', payload = ?, created = ? WHERE state = 'pending' AND id NOT IN (SELECT future FROM samples) "
-            "AND id NOT IN (SELECT r.future FROM requests r JOIN models m ON m.id = r.model WHERE m.state = 'open' AND r.outcome = 'pending')"
-        )
-        await asyncio.wrap_future(self._database.execute((lost, (failure(ENDED, category="user"), time.time()))))
 
     async def close(self) -> None:
         """Stop running requests. The waiting ones are on disk, and run after the next start."""
@@ -421,13 +422,18 @@ class Training:
     def _close_model(self, model: str, connection: sqlite3.Connection) -> tuple[str, list[str]]:
         """Close a model and answer its waiting requests; return the folder of its state and the ids of the results, to be woken."""
         row = connection.execute("SELECT saved_folder FROM models WHERE id = ?", (model,)).fetchone()
+        futures = self._answer_waiting(model, connection)
+        connection.execute("UPDATE models SET state = 'closed', saved_folder = '' WHERE id = ?", (model,))
+        connection.execute("DELETE FROM requests WHERE model = ?", (model,))
+        return (row[0] if row else ""), futures
+
+    def _answer_waiting(self, model: str, connection: sqlite3.Connection) -> list[str]:
+        """Store an error as the result of a model's waiting requests, which will not run; return the ids of the results."""
         sql = "SELECT future FROM requests WHERE model = ? AND outcome = 'pending'"
         futures = [future for (future,) in connection.execute(sql, (model,))]
         for future in futures:
             connection.execute(*self._futures.finished(future, "json", failure(ENDED, category="user")))
-        connection.execute("UPDATE models SET state = 'closed', saved_folder = '' WHERE id = ?", (model,))
-        connection.execute("DELETE FROM requests WHERE model = ?", (model,))
-        return (row[0] if row else ""), futures
+        return futures
 
     # ---- running requests --------------------------------------------------------------------------------------------
 
@@ -622,11 +628,7 @@ class Training:
                 return []
             # The requests behind a creation that failed will not run.
             connection.execute("UPDATE models SET state = 'closed' WHERE id = ?", (queue.model,))
-            sql = "SELECT future FROM requests WHERE model = ? AND outcome = 'pending'"
-            behind = [future for (future,) in connection.execute(sql, (queue.model,))]
-            for future in behind:
-                connection.execute(*self._futures.finished(future, "json", failure(ENDED, category="user")))
-            return behind
+            return self._answer_waiting(queue.model, connection)
 
         # The result and its effects are one transaction. The queue advances and the client is woken only after it.
         futures = await self._database.persist(change)
