@@ -47,7 +47,7 @@ test-all: $(SETUP)
 	$(PYTEST)
 
 # What continuous integration runs: the fast tests, the part SHARE of the slow ones, and those that execute what has changed since a commit.
-SHARE ?= 0/5
+SHARE ?= 0/7
 test-share: $(SETUP)
 	$(PYTEST) --slow-share $(SHARE) $(if $(SINCE),--changed-since $(SINCE))
 
