@@ -247,6 +247,13 @@ class TrainingApp:
                 f"base_model={name[:200]!r} is not served here; this service has {', '.join(self._settings.models)}"
             )
 
+    def _check_rank(self, rank: int) -> None:
+        # The memory of an adapter is proportional to its rank, and all users share the memory.
+        if rank > (most := self._settings.max_lora_rank):
+            raise BadRequestError(
+                f"rank={rank} is out of range; the service was started with --max-lora-rank={most}, so use a rank of at most {most}"
+            )
+
     async def _create_model(self, request: Request, owner: str) -> Response:
         body = await request.body()
         new = wire.parse(body, wire.CreateModel)
@@ -260,6 +267,7 @@ class TrainingApp:
                     "optimizer_config"
                 )
             config = wire.model_settings(new.lora_config, self._seed(), is_full=self._settings.full)
+            self._check_rank(config.rank)
         except DrivetrainError as e:
             error = str(e)
         model, future = await self._training.create(
@@ -340,6 +348,7 @@ class TrainingApp:
         error, folder, base = "", "", self._settings.default_model
         try:
             row = self._checkpoints.find(load.path, owner)
+            self._check_rank((json.loads(row["config"]) or {}).get("rank", 0))
             folder, base = row["folder"], row["base"]
         except BadRequestError as e:
             error = str(e)

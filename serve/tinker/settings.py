@@ -31,6 +31,7 @@ class TrainingServiceSettings:
         full: Whether to train all weights of one model at a time instead of adapters.
         max_adapters: The maximum number of adapters in training.
         max_adapters_per_key: The maximum number of adapters in training per API key.
+        max_lora_rank: The maximum rank of an adapter.
         max_body_mib: The maximum size of a request body in MiB, before and after decompression.
         max_queued_mib: The maximum size in MiB of a key's requests whose effects are not yet in a saved state.
         max_disk_mib: The maximum size of a key's checkpoints in MiB.
@@ -52,6 +53,7 @@ class TrainingServiceSettings:
     full: bool = False
     max_adapters: int = 32
     max_adapters_per_key: int = 32
+    max_lora_rank: int = 512
     max_body_mib: float = 64.0
     max_queued_mib: float = 1024.0
     max_disk_mib: float = 65536.0
@@ -67,6 +69,7 @@ class TrainingServiceSettings:
         for name, value in (
             ("--max-adapters", self.max_adapters),
             ("--max-adapters-per-key", self.max_adapters_per_key),
+            ("--max-lora-rank", self.max_lora_rank),
             ("--max-body-mib", self.max_body_mib),
             ("--max-queued-mib", self.max_queued_mib),
             ("--max-disk-mib", self.max_disk_mib),

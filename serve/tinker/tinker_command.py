@@ -25,6 +25,7 @@ from ...engine.hf.media import media_config
 from ...engine.hf.model_path import fingerprint
 from ...engine.hf.shape import context_of, router_aux_coef
 from ...generation.options import RolloutConfig
+from ...generation.vllm.adapters import DEFAULT_RANK as VLLM_RANK
 from ...trainers.config.parse import parse
 from ...workers.groups.process import ProcessWorkerGroup
 from ...workers.groups.ray import RayWorkerGroup
@@ -122,9 +123,10 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--max-lora-rank",
         type=int,
-        default=32,
+        default=None,
         metavar="N",
-        help="with --generator vllm: the maximum rank of an adapter that can be sampled from (8, 16, 32, 64, 128 or 256)",
+        help=f"the maximum rank of an adapter; {defaults.max_lora_rank} by default. With --generator vllm: 8, 16, 32, 64, 128, 256, 320 or "
+        f"512, and {VLLM_RANK} by default, because vLLM allocates memory for this rank",
     )
     add(
         "--max-batch-total-tokens",
@@ -205,6 +207,7 @@ def _settings(args: argparse.Namespace, sources: Sequence[str]) -> TrainingServi
     for number in ("nproc", "samplers"):
         if getattr(args, number) < 1:
             raise ConfigError(f"--{number} {getattr(args, number)} is out of range; it must be at least 1")
+    rank = VLLM_RANK if args.generator == "vllm" else TrainingServiceSettings.max_lora_rank
     return TrainingServiceSettings(
         models=models,
         state=args.state,
@@ -215,6 +218,7 @@ def _settings(args: argparse.Namespace, sources: Sequence[str]) -> TrainingServi
         full=args.full,
         max_adapters=args.max_adapters,
         max_adapters_per_key=args.max_adapters_per_key,
+        max_lora_rank=rank if args.max_lora_rank is None else args.max_lora_rank,
         max_body_mib=args.max_body_mib,
         max_queued_mib=args.max_queued_mib,
         max_disk_mib=args.max_disk_mib,
@@ -244,7 +248,7 @@ async def _serve(args: argparse.Namespace, settings: TrainingServiceSettings, en
         generator=args.generator,
         max_batch_total_tokens=args.max_batch_total_tokens,
         max_adapters=0 if settings.full else settings.max_adapters,
-        options={"max_lora_rank": args.max_lora_rank} if args.generator == "vllm" and not settings.full else {},
+        options={"max_lora_rank": settings.max_lora_rank} if args.generator == "vllm" and not settings.full else {},
     )
     replicas = Replicas(RolloutWorker, rollout, args.samplers, SupervisorSettings(name="sampler", environment=_QUIET))
     # A datum is one document, which must fit into a pass and into the context of the model.

@@ -65,6 +65,36 @@ def test_models_are_counted_before_they_are_there_and_failures_do_not_count(mode
     serve(model, test, max_adapters=2)
 
 
+def test_ranks_are_limited_for_new_models_only(model: Path) -> None:
+    names = []
+
+    async def with_four(service: Service) -> None:
+        session = await service.session()
+        result = await service.result(await creating(service, session, 0, rank=5))
+        assert "rank=5" in result["error"]
+        assert "--max-lora-rank=4" in result["error"]
+        result = await service.result(await creating(service, session, 1, rank=4))
+        names.append(result["model_id"])
+        save = {"model_id": names[0], "seq_id": 1, "path": "a"}
+        assert "error" not in await service.result(await service.post("/save_weights", save))
+
+    async def with_two(service: Service) -> None:
+        # Also a model that begins with a checkpoint is new.
+        session, path = await service.session(), f"tinker://{names[0]}/weights/a"
+        load = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": False}
+        result = await service.result(await service.post("/load_weights", load))
+        assert "rank=4" in result["error"]
+        assert "--max-lora-rank=2" in result["error"]
+        # A model that is in training is restored, whatever the limit is now.
+        step = await service.post("/forward_backward", forward_backward(names[0], 2, datums(Random(0), 1)))
+        assert (await service.result(step)).metrics["loss:sum"] > 0
+        load = {"model_id": names[0], "seq_id": 3, "path": path, "optimizer": True}
+        assert "error" not in await service.result(await service.post("/load_weights", load))
+
+    serve(model, with_four, max_lora_rank=4)
+    serve(model, with_two, max_lora_rank=2)
+
+
 def test_a_model_that_is_created_while_its_session_ends_is_not_left_behind(model: Path) -> None:
     async def test(service: Service) -> None:
         for _ in range(10):
