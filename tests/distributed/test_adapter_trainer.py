@@ -187,7 +187,7 @@ def mixtures(folder: str, count: int, invariant: bool, parallel: ParallelConfig 
         engine.close()
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6, pytest.param(100, marks=pytest.mark.slow)])
 def test_the_bits_of_an_adapter_are_the_same_in_random_mixtures(tmp_path: Path, count: int) -> None:
     assert mixtures(str(save_tiny_model(tmp_path / "model", "qwen3")), count, True) == 0
 

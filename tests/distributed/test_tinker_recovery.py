@@ -71,7 +71,7 @@ class FullDisk(TrainingGroup):
         return await super().save(name, folder)
 
 
-@pytest.mark.parametrize("failure", ["full disk", "damaged"])
+@pytest.mark.parametrize("failure", ["full disk", pytest.param("damaged", marks=pytest.mark.slow)])
 def test_a_load_that_fails_changes_nothing(model: Path, failure: str) -> None:
     """Neither the weights nor the gradients of requests before it, also after a restart."""
     groups: list[FullDisk] = []

@@ -556,7 +556,8 @@ def without_names(answers: list[Any]) -> list[Any]:
     return [answer.get("metrics", answer["type"]) if isinstance(answer, dict) else answer for answer in answers]
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
 def test_processes_that_die_between_and_inside_requests_change_no_bit(model: Path, seed: int) -> None:
     async def run(group: TrainingGroup, state: str) -> list[Any]:
         async with running(model, model.parent / state, group=group, steps_per_save=2) as service:

@@ -324,6 +324,7 @@ def test_a_full_disk_on_one_rank_ends_all_and_loses_nothing(rank: int, task: Pat
     assert main(longer) == 0
 
 
+@pytest.mark.slow
 def test_heads_that_cp_does_not_divide_are_an_error_of_all_ranks(task: Path) -> None:
     (task / "model" / "model.safetensors").unlink()
     found = run_ranks(told, 3, words(task, "engine.parallel.cp=3"))
